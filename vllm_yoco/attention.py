@@ -1,0 +1,166 @@
+"""Clipped sliding-window attention on unmodified kernels.
+
+A paged kernel masks by two things only: the window W and the start of the sequence. Truncation needs a third
+bound, ``s_keep``, at token precision. It is obtained by choosing where consumer SWA cells lie, which is ours to
+choose because the KV cache group is ours alone. With ``r = s_keep mod block_size`` the cell of position p is
+
+    block  (p - r) // block_size        offset  (p - r) % block_size
+
+so that a block starts exactly at ``s_keep``. Two views of one request then give the kernel what it needs:
+
+    rows whose window reaches below s_keep:  cut the blocks before s_keep from the block table, seq_len - s_keep;
+                                             the kernel's own start of sequence is the clip
+    rows whose window does not (decode):     leave the block table alone, seq_len - r
+
+Rows below ``s_keep`` have no cell (slot -1). A request whose rows all lie below it sees nothing: the kernel gets
+one key in the null block and the layer puts zeros over whatever it returns. A request with ``s_keep = 0`` has
+the stock layout and the stock view.
+
+The view is applied by the metadata builder of a backend class that subclasses the platform's own one
+(CPU_ATTN, FLASH_ATTN, TRITON_ATTN, FLEX_ATTENTION, ...). vLLM keys attention groups by backend class, so these
+layers get builders of their own (vllm/v1/worker/gpu/attn_utils.py, ``init_attn_backend``).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends.utils import subclass_attention_backend
+from vllm.v1.attention.selector import get_attn_backend
+from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec, replace_as
+
+from vllm_yoco.kv_cache import ConsumerSlidingWindowSpec
+
+
+@dataclass(frozen=True)
+class WindowView:
+    """How the kernel shall see the consumer SWA cells of one batch of R requests.
+
+    Attributes:
+        shift: [R] int32, tokens taken off each sequence length (R counts requests that pad a CUDA graph too).
+        shift_cpu: [R] int32, the same on the host.
+        cut_tokens: [R] int64, tokens (whole blocks) cut from the front of each block table row; None for none.
+        empty: [R] bool, requests none of whose rows sees a key; None for none.
+        table_tokens: longest sequence after the cut, in tokens; later block table columns are not read.
+        in_place: write the cut into the runner's own table, whose address a CUDA graph has captured.
+    """
+
+    shift: torch.Tensor
+    shift_cpu: torch.Tensor
+    cut_tokens: torch.Tensor | None = None
+    empty: torch.Tensor | None = None
+    table_tokens: int = 0
+    in_place: bool = False
+
+    def seq_lens(self, seq_lens: torch.Tensor) -> torch.Tensor:
+        shifted = seq_lens - self.shift[: seq_lens.shape[0]]
+        return shifted if self.empty is None else shifted.masked_fill_(self.empty[: seq_lens.shape[0]], 1)
+
+    def seq_lens_cpu(self, seq_lens: torch.Tensor) -> torch.Tensor:
+        # An upper bound, never 0: an empty request shows one key of the null block.
+        return (seq_lens - self.shift_cpu[: seq_lens.shape[0]]).clamp_(min=1)
+
+    def block_table(self, block_table: torch.Tensor, block_size: int) -> torch.Tensor:
+        if self.cut_tokens is None:
+            return block_table
+        num_reqs, width = block_table.shape
+        columns = width if self.in_place else min(width, -(-self.table_tokens // block_size))
+        source = torch.arange(columns, device=block_table.device) + (self.cut_tokens[:num_reqs] // block_size)[:, None]
+        cut = block_table.gather(1, source.clamp_(max=width - 1))
+        if self.empty is not None:
+            cut.masked_fill_(self.empty[:num_reqs, None], 0)
+        return block_table.copy_(cut) if self.in_place else cut
+
+
+class ClippedBuilderMixin:
+    """Applies the step's ``WindowView`` before the platform's builder sees the batch.
+
+    ``view`` is set by whoever builds the step's metadata and lives only for that call; without one (``off``,
+    profile and dummy batches, steps of short prompts) the batch passes through unchanged.
+    """
+
+    supports_update_block_table = False
+    view: WindowView | None = None
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, *args: Any, **kwargs: Any
+    ) -> Any:
+        view = self.view
+        if view is not None:
+            common_attn_metadata = self._clipped(common_attn_metadata, view)
+        if self._stable_seq_lens is not None:
+            # CUDA graphs read the address seen at capture, so every step writes the same buffer.
+            stable = self._stable_seq_lens[: common_attn_metadata.num_reqs]
+            common_attn_metadata = common_attn_metadata.replace(seq_lens=stable.copy_(common_attn_metadata.seq_lens))
+        return super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)  # type: ignore[misc]
+
+    def _clipped(self, common: CommonAttentionMetadata, view: WindowView) -> CommonAttentionMetadata:
+        upper_bound = common.seq_lens_cpu_upper_bound
+        return common.replace(
+            seq_lens=view.seq_lens(common.seq_lens),
+            seq_lens_cpu_upper_bound=None if upper_bound is None else view.seq_lens_cpu(upper_bound),
+            block_table_tensor=view.block_table(common.block_table_tensor, self.kv_cache_spec.block_size),  # type: ignore[attr-defined]
+            # Filled lazily by other groups' builders from the unshifted lengths.
+            _num_computed_tokens_cache=None,
+        )
+
+    @functools.cached_property
+    def _stable_seq_lens(self) -> torch.Tensor | None:
+        if self.device.type == "cpu":  # type: ignore[attr-defined]
+            return None
+        scheduler_config = self.vllm_config.scheduler_config  # type: ignore[attr-defined]
+        return torch.zeros(scheduler_config.max_num_seqs, dtype=torch.int32, device=self.device)  # type: ignore[attr-defined]
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Graphs for decode batches only: a prefill step may drop rows, which no captured graph can."""
+        inherited: AttentionCGSupport = super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
+        return min(inherited, AttentionCGSupport.UNIFORM_BATCH, key=lambda support: support.value)
+
+
+@functools.cache
+def clipped_backend(base: type[AttentionBackend]) -> type[AttentionBackend]:
+    """``base`` with a builder that applies the window view; same kernels, same KV layout, same name.
+
+    Raises:
+        ValueError: for a backend whose forward writes the KV cache, because rows of the layout in force and rows
+            that write are then forced to be the same.
+    """
+    if base.forward_includes_kv_cache_update:
+        raise ValueError(
+            f"attention backend {base.get_name()} writes the KV cache inside its forward, which --yoco-truncation"
+            " cannot serve: global KV is written for every row, queries run on the kept rows. Choose another one"
+            " with --attention-backend, for example TRITON_ATTN, FLASH_ATTN or FLEX_ATTENTION, or use"
+            " --yoco-truncation off."
+        )
+    builder = type(f"YocoClipped{base.get_builder_cls().__name__}", (ClippedBuilderMixin, base.get_builder_cls()), {})
+    return subclass_attention_backend("YocoClipped", base, builder)
+
+
+class ConsumerSlidingAttention(Attention):
+    """Sliding-window attention of a consumer layer while a mode is on: clipped view, KV outside persistence."""
+
+    def __init__(self, num_heads: int, head_size: int, scale: float, *, window: int, **kwargs: Any) -> None:
+        cache_config = kwargs["cache_config"]
+        base = get_attn_backend(
+            head_size, torch.get_default_dtype(), cache_config.cache_dtype, has_sliding_window=True
+        )
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            per_layer_sliding_window=window,
+            attn_backend=clipped_backend(base),
+            **kwargs,
+        )
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
+        spec = super().get_kv_cache_spec(vllm_config)
+        assert isinstance(spec, SlidingWindowSpec)
+        return replace_as(spec, ConsumerSlidingWindowSpec)

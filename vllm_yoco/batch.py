@@ -1,0 +1,292 @@
+"""From the row plan to what vLLM's attention layers read: the sub-batch of kept rows.
+
+A step with rows below ``s_keep`` runs the consumer layers on a sub-batch of its own, the way vLLM runs a
+microbatch: own row order, own attention metadata, own forward context.
+
+    full batch     req 0: 0 1 2 3 4 5 6 7 | req 1: 0 1 2 | req 2: 9        producers, global KV writes
+    kept rows             . . . . . 5 6 7 |        . . 2 |        9        consumers
+
+Global attention of the sub-batch needs new query boundaries only: the kept rows are the tail of each chunk, so
+sequence lengths and block tables stand. Sliding-window attention also gets the clipped view of
+``vllm_yoco.attention``. ``mask`` builds the same sub-batch and uses it for the sliding-window branch alone.
+
+Both model runners feed ``SubBatchBuilder`` through ``StepInputs``. The result travels in the step's
+attention-metadata dict under ``STEP_KEY``: nothing stays on the model, and dummy batches carry none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.forward_context import ForwardContext, create_forward_context, get_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.worker.utils import AttentionGroup
+
+from vllm_yoco.attention import ClippedBuilderMixin, WindowView
+from vllm_yoco.config import Truncation
+from vllm_yoco.plan import Chunk, RowPlan, plan_rows
+
+STEP_KEY = "vllm_yoco.step"
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """One scheduled step of R requests and T rows, as the model runner knows it before the forward.
+
+    Attributes:
+        num_prompt_tokens: [R] host, L of each request.
+        start: [R] host, position of each chunk's first row.
+        query_start_loc: [R + 1] host, cumulative rows.
+        keep_all: [R] host bool, requests that keep every row.
+        seq_lens: [R or, padded to a CUDA graph, more] device int32.
+        seq_lens_cpu: the same on the host, an upper bound.
+        positions: [T or more] device, absolute.
+        block_tables: per KV cache group, [R or more, blocks] device.
+        slot_mappings: per KV cache group, [T or more] device int64; consumer SWA rows are rewritten in place.
+        is_prefilling: [R or more] host bool.
+        max_seq_len: upper bound of ``seq_lens``, in tokens.
+        in_graph: the forward is a CUDA graph replay, which cannot drop rows.
+    """
+
+    num_prompt_tokens: np.ndarray
+    start: np.ndarray
+    query_start_loc: np.ndarray
+    keep_all: np.ndarray
+    seq_lens: torch.Tensor
+    seq_lens_cpu: torch.Tensor
+    positions: torch.Tensor
+    block_tables: Sequence[torch.Tensor]
+    slot_mappings: Sequence[torch.Tensor]
+    is_prefilling: torch.Tensor
+    max_seq_len: int
+    in_graph: bool = False
+
+
+@dataclass(frozen=True)
+class ConsumerStep:
+    """The kept rows of one forward.
+
+    Attributes:
+        rows: [T'] device int64, index of each kept row in the full batch, ascending.
+        empty: [T', 1] device bool, rows that see no SWA key; None where every row sees at least one.
+        compact: run the consumer layers on ``rows`` only, not just their sliding-window branch.
+        forward_context: context of the sub-batch.
+    """
+
+    rows: torch.Tensor
+    empty: torch.Tensor | None
+    compact: bool
+    forward_context: ForwardContext
+
+
+def current_step() -> ConsumerStep | None:
+    """The step that the running forward belongs to; None where every row is kept."""
+    metadata = get_forward_context().attn_metadata
+    return metadata.get(STEP_KEY) if isinstance(metadata, dict) else None
+
+
+class SubBatchBuilder:
+    """Builds the views and the sub-batch of each step. One per model runner.
+
+    Args:
+        global_layers: names of the consumers' global attention layers.
+        swa_layers: names of the consumers' sliding-window attention layers.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        truncation: Truncation,
+        global_layers: set[str],
+        swa_layers: set[str],
+        device: torch.device,
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._truncation = truncation
+        self._global_layers = global_layers
+        self._swa_layers = swa_layers
+        self._device = device
+        self._runner_groups: Any = None
+
+    def bind(self, attn_groups: list[list[AttentionGroup]]) -> None:
+        """Take over the runner's attention groups; called every step, does its work when they are new."""
+        if self._runner_groups is attn_groups:
+            return
+        self._runner_groups = attn_groups
+        flat = [group for groups in attn_groups for group in groups]
+        self._swa_groups = [group for group in flat if not self._swa_layers.isdisjoint(group.layer_names)]
+        # Builders keep what they built, so the sub-batch has its own, like a microbatch.
+        self._own_groups = [
+            self._copy(group, names)
+            for group in flat
+            if (names := [n for n in group.layer_names if n in self._global_layers or n in self._swa_layers])
+        ]
+        block_sizes = {group.kv_cache_spec.block_size for group in self._swa_groups}
+        assert len(block_sizes) <= 1, f"consumer SWA groups disagree on the block size: {block_sizes}"
+        self._block_size = block_sizes.pop() if block_sizes else 1
+
+    def _copy(self, group: AttentionGroup, layer_names: list[str]) -> AttentionGroup:
+        copy = replace(group, layer_names=layer_names, metadata_builders=[])
+        copy.create_metadata_builders(self._vllm_config, self._device, group.kernel_block_size)
+        return copy
+
+    def prepare(self, step: StepInputs) -> PreparedStep | None:
+        """Decide what this step needs; None when every request is as short as K (the stock path).
+
+        Rewrites the slot mapping of the consumer SWA groups in place. Call before the runner builds the
+        step's metadata.
+        """
+        num_reqs = len(step.start)
+        query_lens = np.diff(step.query_start_loc)
+        # A row that is neither prefill nor past its prompt belongs to a dummy batch and has no cells.
+        real = step.is_prefilling[:num_reqs].numpy() | (step.start >= step.num_prompt_tokens)
+        keep_start = np.maximum(step.num_prompt_tokens - self._truncation.keep_tokens, 0)
+        keep_start = np.where(real & ~step.keep_all, keep_start, 0).astype(np.int64)
+        if not keep_start.any():
+            return None
+        prepared = PreparedStep(step, query_lens, keep_start, self._block_size, self._truncation, self._device)
+        for group_id in {group.kv_cache_group_id for group in self._swa_groups}:
+            prepared.rewrite_slots(step.slot_mappings[group_id], step.block_tables[group_id])
+        return prepared
+
+    @contextmanager
+    def viewing(self, prepared: PreparedStep | None) -> Iterator[None]:
+        """While the runner builds the full batch's metadata, its consumer SWA builders see the step's view."""
+        # With a sub-batch nobody reads the full batch's consumer SWA metadata.
+        view = prepared.view if prepared is not None and prepared.plan is None else None
+        builders = [b for group in self._swa_groups for b in group.metadata_builders] if view is not None else []
+        for builder in builders:
+            assert isinstance(builder, ClippedBuilderMixin)
+            builder.view = view
+        try:
+            yield
+        finally:
+            for builder in builders:
+                builder.view = None
+
+    def build(self, prepared: PreparedStep | None) -> ConsumerStep | None:
+        """The sub-batch of a prepared step; None when every row is kept."""
+        if prepared is None or prepared.plan is None:
+            return None
+        step, plan = prepared.step, prepared.plan
+        num_reqs, num_rows = len(step.start), len(plan.rows)
+        cu_seqlens_cpu = torch.from_numpy(plan.cu_seqlens.astype(np.int32))
+        rows = prepared.rows
+        common = CommonAttentionMetadata(
+            query_start_loc=cu_seqlens_cpu.to(self._device, non_blocking=True),
+            query_start_loc_cpu=cu_seqlens_cpu,
+            seq_lens=step.seq_lens[:num_reqs],
+            seq_lens_cpu_upper_bound=step.seq_lens_cpu[:num_reqs],
+            num_reqs=num_reqs,
+            num_actual_tokens=num_rows,
+            max_query_len=int(np.diff(plan.cu_seqlens).max()),
+            max_seq_len=step.max_seq_len,
+            block_table_tensor=step.block_tables[0][:num_reqs],
+            slot_mapping=step.slot_mappings[0],
+            positions=step.positions.index_select(0, rows),
+            is_prefilling=step.is_prefilling[:num_reqs],
+        )
+        metadata: dict[str, Any] = {}
+        slots: dict[str, torch.Tensor] = {}
+        for group in self._own_groups:
+            group_id = group.kv_cache_group_id
+            slot_mapping = step.slot_mappings[group_id].index_select(0, rows)
+            builder = group.get_metadata_builder()
+            if isinstance(builder, ClippedBuilderMixin):
+                builder.view = prepared.view
+            built = group.build_metadata(
+                replace(
+                    common,
+                    block_table_tensor=step.block_tables[group_id][:num_reqs],
+                    slot_mapping=slot_mapping,
+                    _num_computed_tokens_cache=None,
+                )
+            )
+            metadata.update(dict.fromkeys(group.layer_names, built))
+            slots.update(dict.fromkeys(group.layer_names, slot_mapping))
+        empty = plan.visible_lo > plan.visible_hi
+        return ConsumerStep(
+            rows=rows,
+            empty=self._to_device(empty[:, None]) if empty.any() else None,
+            compact=self._truncation.mode == "compact",
+            forward_context=create_forward_context(metadata, self._vllm_config, slot_mapping=slots),
+        )
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
+
+
+class PreparedStep:
+    """What one step with at least one truncated request needs: its view and, if rows drop, its row plan."""
+
+    def __init__(
+        self,
+        step: StepInputs,
+        query_lens: np.ndarray,
+        keep_start: np.ndarray,
+        block_size: int,
+        truncation: Truncation,
+        device: torch.device,
+    ) -> None:
+        self.step = step
+        self._query_lens = query_lens
+        self._keep_start = keep_start
+        self._block_size = block_size
+        self._device = device
+        self.plan: RowPlan | None = None
+        window = truncation.topology.consumer_window
+        if (step.start < keep_start).any() and not step.in_graph:
+            keep = truncation.keep_tokens
+            chunks = [
+                # Only s_keep matters to the plan; requests that keep every row have s_keep = 0.
+                Chunk(int(s) + keep, int(start), int(length))
+                for s, start, length in zip(keep_start, step.start, query_lens, strict=True)
+            ]
+            self.plan = plan_rows(chunks, mode="compact", keep_tokens=keep, window=window)
+            self.rows = torch.from_numpy(self.plan.rows).to(device, non_blocking=True)
+        self.view = self._make_view(window) if window else None
+
+    def _make_view(self, window: int) -> WindowView:
+        step, keep_start = self.step, self._keep_start
+        end = step.start + self._query_lens
+        rebase = keep_start % self._block_size
+        empty = end <= keep_start
+        clipped = ~empty & (keep_start > 0) & (step.start - window + 1 < keep_start)
+        cut = np.where(clipped, keep_start - rebase, 0)
+        shift = np.where(clipped, keep_start, np.where(empty, 0, rebase))
+        table_tokens = int(np.where(empty, 1, end - shift).max())
+        # Requests that only pad the batch to its CUDA graph are shown as they are.
+        padding = (0, len(step.seq_lens) - len(shift))
+        shift, cut, empty = (np.pad(array, padding) for array in (shift, cut, empty))
+        shift_cpu = torch.from_numpy(shift.astype(np.int32))
+        return WindowView(
+            shift=shift_cpu.to(self._device, non_blocking=True),
+            shift_cpu=shift_cpu,
+            cut_tokens=self._to_device(cut) if cut.any() or empty.any() else None,
+            empty=self._to_device(empty) if empty.any() else None,
+            table_tokens=table_tokens,
+            in_place=step.in_graph,
+        )
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+    def rewrite_slots(self, slot_mapping: torch.Tensor, block_table: torch.Tensor) -> None:
+        """Move the rows of one consumer SWA group to their rebased cells; rows below s_keep get none."""
+        num_rows = int(self.step.query_start_loc[-1])
+        request = np.repeat(np.arange(len(self._keep_start)), self._query_lens)
+        staged = np.stack([request, self._keep_start[request]])
+        request_of_row, keep_start = torch.from_numpy(staged).to(self._device, non_blocking=True)
+        position = self.step.positions[:num_rows]
+        cell = position - keep_start % self._block_size
+        column = (cell // self._block_size).clamp_(min=0)
+        block = block_table[request_of_row, column].to(torch.int64)
+        slot = block * self._block_size + cell % self._block_size
+        slot_mapping[:num_rows] = torch.where(position >= keep_start, slot, PAD_SLOT_ID)

@@ -1,0 +1,230 @@
+"""What an engine may not be started with, and the line that says what it was started with.
+
+``validate`` runs where the configuration is made and again in every worker. With mode ``off`` it refuses
+nothing but settings that mean nothing.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from vllm_yoco import compat
+from vllm_yoco.config import Truncation, YocoConfig, flag_name
+from vllm_yoco.engine_config import truncation_of, yoco_config_of
+from vllm_yoco.plugins import check_plugins
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+TOKEN_DRAFT_METHODS = ("ngram", "ngram_gpu", "suffix")
+"""Speculative methods that read token ids only, never hidden rows that truncation does not compute."""
+
+
+def check_settings(additional_config: object, process: str = "front end") -> None:
+    """What can be refused before there is a model. Raises as ``validate`` does."""
+    config = YocoConfig.from_additional_config(additional_config)
+    check_plugins(config.plugins)
+    if config.truncation != "off":
+        compat.require_active(process)
+
+
+def validate(vllm_config: VllmConfig, process: str = "front end") -> None:
+    """Refuse what truncation does not work with. Cheap.
+
+    Args:
+        process: where this is: ``front end`` or ``worker``.
+
+    Raises:
+        ValueError: one message with the flag, the value, the rule and the fix.
+        RuntimeError: this vLLM is not one that the plugin works with.
+    """
+    check_settings(vllm_config.additional_config, process)
+    config = yoco_config_of(vllm_config)
+    if config.truncation == "off":
+        return
+    truncation = truncation_of(vllm_config)
+    asked = f"{flag_name('truncation')}={config.truncation}"
+    if truncation is None:
+        model = vllm_config.model_config
+        raise ValueError(
+            f"{asked}: vllm-yoco does not serve the model {model.model}, whose model_type is"
+            f" {model.hf_config.model_type}: it must be yoco. Use --yoco-truncation off."
+        )
+    for refusal in _REFUSALS:
+        problem = refusal(vllm_config)
+        if problem:
+            raise ValueError(f"{problem} (With {asked}.)")
+
+
+def report(vllm_config: VllmConfig) -> None:
+    """Log ``describe`` once per engine, in the process that starts it."""
+    # API servers build the configuration of an engine that another process has started and reported.
+    if multiprocessing.current_process().name.startswith("ApiServer"):
+        return
+    truncation = truncation_of(vllm_config)
+    if truncation is not None:
+        from vllm.logger import init_logger
+
+        init_logger(f"vllm.{__name__}").info("%s", describe(truncation, vllm_config))
+
+
+def describe(truncation: Truncation, vllm_config: VllmConfig) -> str:
+    """The start-up line: what is in force, why, and what it saves."""
+    topology = truncation.topology
+    layers = (
+        f"{topology.boundary} producer + {topology.num_consumers} consumer layers"
+        f" (boundary {topology.boundary}, {len(topology.swa_layers)} consumers with SWA)"
+    )
+    if not truncation.active:
+        return f"YOCO truncation off: {layers}"
+    chosen = "given" if truncation.keep_tokens_rule == "given" else f"rule {truncation.keep_tokens_rule}"
+    lossless = (
+        "lossless" if truncation.lossless else f"approximate (lossless from K={truncation.exact_keep_tokens})"
+    )
+    parts = [
+        f"YOCO truncation {truncation.mode}: K={truncation.keep_tokens} ({chosen}),"
+        f" W={topology.consumer_window}, B={truncation.max_backtracking}, {lossless}",
+        layers,
+    ]
+    longest = vllm_config.model_config.max_model_len
+    lengths = sorted({min(4096, longest), longest})
+    shares = [f"{truncation.removed_share(length):.0%} at L={length}" for length in lengths]
+    if truncation.mode == "compact":
+        parts.append(f"prefill layer rows removed: {', '.join(shares)}")
+    else:
+        parts.append("every row is computed, nothing is saved")
+    parts.append(f"prompt_logprobs: {truncation.prompt_logprobs}")
+    return "; ".join(parts)
+
+
+def _hybrid_kv_cache(vllm_config: VllmConfig) -> str | None:
+    if not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        return None
+    return (
+        "--disable-hybrid-kv-cache-manager=True: consumer SWA needs a KV cache group of its own, which only"
+        " the hybrid manager has. Leave the flag out."
+    )
+
+
+def _decode_context_parallel(vllm_config: VllmConfig) -> str | None:
+    size = vllm_config.parallel_config.decode_context_parallel_size
+    if size == 1:
+        return None
+    return (
+        f"--decode-context-parallel-size={size}: must be 1, because it spreads a sequence's KV over ranks and"
+        " the kept rows are then not one interval of it. Set it to 1, or shard by --tensor-parallel-size."
+    )
+
+
+def _prefill_context_parallel(vllm_config: VllmConfig) -> str | None:
+    size = vllm_config.parallel_config.prefill_context_parallel_size
+    if size == 1:
+        return None
+    return (
+        f"--prefill-context-parallel-size={size}: must be 1, because it spreads a prompt's rows over ranks,"
+        " and the kept rows are all at the end. Set it to 1, or shard by --tensor-parallel-size."
+    )
+
+
+def _pipeline_parallel(vllm_config: VllmConfig) -> str | None:
+    size = vllm_config.parallel_config.pipeline_parallel_size
+    if size == 1:
+        return None
+    return (
+        f"--pipeline-parallel-size={size}: must be 1, because every consumer stage needs the boundary layer's"
+        " hidden rows. Set it to 1, or shard by --tensor-parallel-size."
+    )
+
+
+def _tensor_parallel(vllm_config: VllmConfig) -> str | None:
+    size = vllm_config.parallel_config.tensor_parallel_size
+    heads = vllm_config.model_config.hf_config.num_key_value_heads
+    if heads % size == 0:
+        return None
+    return f"--tensor-parallel-size={size}: must divide the model's num_key_value_heads={heads}."
+
+
+def _microbatching(vllm_config: VllmConfig) -> str | None:
+    parallel = vllm_config.parallel_config
+    if not parallel.use_ubatching:
+        return None
+    flag = "--enable-dbo=True" if parallel.enable_dbo else f"--ubatch-size={parallel.ubatch_size}"
+    return (
+        f"{flag}: microbatches split a step's rows between threads, and the kept rows are already a batch"
+        " of their own inside the step. Leave the flag out."
+    )
+
+
+def _kv_sharing_fast_prefill(vllm_config: VllmConfig) -> str | None:
+    if not vllm_config.cache_config.kv_sharing_fast_prefill:
+        return None
+    return (
+        "--kv-sharing-fast-prefill=True: vLLM would cut the same layers' prefill a second time, to other"
+        " rows. Leave the flag out."
+    )
+
+
+def _kv_connector(vllm_config: VllmConfig) -> str | None:
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_connector is None:
+        return None
+    offloads = vllm_config.cache_config.kv_offloading_size is not None
+    flag = "--kv-offloading-size" if offloads else "--kv-transfer-config"
+    return (
+        f"{flag} (connector {transfer.kv_connector}): the transfer of consumer SWA is not supported yet, and"
+        " KV from elsewhere may end inside the rows that must be recomputed. Leave the flag out."
+    )
+
+
+def _drafts(vllm_config: VllmConfig) -> str | None:
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method in TOKEN_DRAFT_METHODS:
+        return None
+    return (
+        f"--speculative-config method={speculative.method}: must be one of {', '.join(TOKEN_DRAFT_METHODS)},"
+        " because a draft model's own KV and the hidden rows it may read are not supported yet. Use ngram."
+    )
+
+
+def _lora(vllm_config: VllmConfig) -> str | None:
+    if vllm_config.lora_config is None:
+        return None
+    return (
+        "--enable-lora=True: LoRA kernels look adapters up by row of the whole step, and consumers run on a"
+        " subset. Leave the flag out, or merge the adapter into the weights."
+    )
+
+
+def _prompt_embeds(vllm_config: VllmConfig) -> str | None:
+    if not vllm_config.model_config.enable_prompt_embeds:
+        return None
+    return "--enable-prompt-embeds=True: prompts must be token ids. Leave the flag out."
+
+
+def _runner(vllm_config: VllmConfig) -> str | None:
+    runner = vllm_config.model_config.runner_type
+    if runner == "generate":
+        return None
+    return (
+        f"--runner={runner}: must be generate, because pooling reads the last hidden state of every row, also"
+        " of those that are not computed. Use --runner generate."
+    )
+
+
+# KV connectors come first: vLLM may disable the hybrid manager on their account.
+_REFUSALS: tuple[Callable[[VllmConfig], str | None], ...] = (
+    _kv_connector,
+    _hybrid_kv_cache,
+    _decode_context_parallel,
+    _prefill_context_parallel,
+    _pipeline_parallel,
+    _tensor_parallel,
+    _microbatching,
+    _kv_sharing_fast_prefill,
+    _drafts,
+    _lora,
+    _prompt_embeds,
+    _runner,
+)

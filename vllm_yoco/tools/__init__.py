@@ -1,0 +1,1 @@
+"""The ``vllm-yoco`` command: ``cli`` dispatches, every other module is one subcommand."""

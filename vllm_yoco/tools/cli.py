@@ -1,0 +1,57 @@
+"""Entry point of the console script ``vllm-yoco``.
+
+A subcommand is a module of this package with ``HELP``, ``add_arguments(parser)`` and ``run(args) -> int``. It is
+imported when it is called or when the list of commands is printed, so it imports anything heavy inside ``run``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from vllm_yoco import __version__
+
+COMMANDS = {
+    "init-model": "init_model",
+}
+"""Command -> module of ``vllm_yoco.tools``."""
+
+USAGE_ERROR = 2
+
+
+def build_parser(commands: Sequence[str]) -> argparse.ArgumentParser:
+    """Parser that knows ``commands``, whose modules it imports."""
+    parser = argparse.ArgumentParser(prog="vllm-yoco", description="Tools for YOCO prefill truncation.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in commands:
+        module = importlib.import_module(f"vllm_yoco.tools.{COMMANDS[command]}")
+        subparser = subparsers.add_parser(command, help=module.HELP, description=module.HELP)
+        module.add_arguments(subparser)
+        subparser.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    A ValueError or OSError is the user's to fix: one line on stderr and exit code 2. VLLM_YOCO_DEBUG=1 lets it
+    through with its traceback. Wrong arguments exit through ``SystemExit(2)``, as always with argparse.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    called = argv[:1] if argv and argv[0] in COMMANDS else list(COMMANDS)
+    args = build_parser(called).parse_args(argv)
+    try:
+        return args.run(args)
+    except (ValueError, OSError) as error:
+        if os.environ.get("VLLM_YOCO_DEBUG") == "1":
+            raise
+        print(f"vllm-yoco: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return USAGE_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -71,7 +71,7 @@ def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
         vllm_config = original(self, *args, **kwargs)
         with _refusals(self):
             startup.validate(vllm_config)
-        startup.report(vllm_config)
+            startup.report(vllm_config)
         return vllm_config
 
     return create_engine_config

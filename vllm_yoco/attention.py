@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import subclass_attention_backend
@@ -98,7 +99,21 @@ class ClippedBuilderMixin:
             # CUDA graphs read the address seen at capture, so every step writes the same buffer.
             stable = self._stable_seq_lens[: common_attn_metadata.num_reqs]
             common_attn_metadata = common_attn_metadata.replace(seq_lens=stable.copy_(common_attn_metadata.seq_lens))
-        return super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)  # type: ignore[misc]
+        built = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)  # type: ignore[misc]
+        if self.device.type == "cpu":  # type: ignore[attr-defined]
+            built.fresh_blocks = self._fresh_blocks(common_attn_metadata.slot_mapping)
+        return built
+
+    def _fresh_blocks(self, slot_mapping: torch.Tensor) -> torch.Tensor | None:
+        """Blocks that this step writes for the first time, [F] int64, or None.
+
+        Cells are filled in order and a block starts at ``s_keep``, so a block is new exactly when its first cell
+        is written. CPU_ATTN multiplies the unwritten cells of the last block by zero weights, which a NaN that an
+        earlier owner left there survives; ``ConsumerSlidingAttention`` clears such blocks first.
+        """
+        block_size = self.kv_cache_spec.block_size  # type: ignore[attr-defined]
+        first_cells = slot_mapping[(slot_mapping % block_size == 0) & (slot_mapping >= 0)]
+        return first_cells // block_size if len(first_cells) else None
 
     def _clipped(self, common: CommonAttentionMetadata, view: WindowView) -> CommonAttentionMetadata:
         upper_bound = common.seq_lens_cpu_upper_bound
@@ -159,6 +174,14 @@ class ConsumerSlidingAttention(Attention):
             attn_backend=clipped_backend(base),
             **kwargs,
         )
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any) -> torch.Tensor:
+        metadata = get_forward_context().attn_metadata
+        if isinstance(metadata, dict):
+            fresh = getattr(metadata[self.layer_name], "fresh_blocks", None)
+            if fresh is not None:
+                self.kv_cache.index_fill_(0, fresh, 0)
+        return super().forward(query, key, value, *args)
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
         spec = super().get_kv_cache_spec(vllm_config)

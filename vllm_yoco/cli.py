@@ -66,9 +66,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     return {field: getattr(args, _DEST + field) for field in SETTINGS if hasattr(args, _DEST + field)}
 
 
-def merge_settings(
-    settings: Mapping[str, Any], additional_config: Mapping[str, Any] | None
-) -> dict[str, Any]:
+def merge_settings(settings: Mapping[str, Any], additional_config: Mapping[str, Any] | None) -> dict[str, Any]:
     """A copy of ``additional_config`` that also holds ``settings``.
 
     Raises:
@@ -91,9 +89,7 @@ def merge_settings(
 class _Setting(argparse.Action):
     """Stores one checked setting. Checks here, so that the message is not buried in a traceback later."""
 
-    def __init__(
-        self, option_strings: Sequence[str], dest: str, *, field: str, metavar: str, help: str
-    ) -> None:
+    def __init__(self, option_strings: Sequence[str], dest: str, *, field: str, metavar: str, help: str) -> None:
         self.field = field
         # SUPPRESS: a flag that is not given leaves no trace.
         super().__init__(option_strings, _DEST + field, default=argparse.SUPPRESS, metavar=metavar, help=help)

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 TESTED_SERIES = ("0.32",)
 """Minor series of vLLM that the tests run on. The only place that names them."""
@@ -37,7 +38,7 @@ class Symbol:
         """What is wrong with it in the installed vLLM, or None. Imports the module."""
         where = f"{self.module}:{self.name}"
         try:
-            found = importlib.import_module(self.module)
+            found: Any = importlib.import_module(self.module)
             for part in self.name.split("."):
                 found = getattr(found, part)
         except (ImportError, AttributeError) as error:
@@ -50,13 +51,67 @@ class Symbol:
         return None
 
 
-_ENGINE_ARGS = "vllm.engine.arg_utils"
-
 SYMBOLS: tuple[Symbol, ...] = (
-    Symbol(_ENGINE_ARGS, "EngineArgs.add_cli_args", "add the --yoco-* flags", ("parser",)),
-    Symbol(_ENGINE_ARGS, "EngineArgs.from_cli_args", "fold the flags into additional_config", ("args",)),
-    Symbol(_ENGINE_ARGS, "EngineArgs.create_engine_config", "validate the finished configuration"),
+    # Flags and start-up check (patches/engine_args.py)
+    Symbol("vllm.engine.arg_utils", "EngineArgs.add_cli_args", "add the --yoco-* flags", ("parser",)),
+    Symbol("vllm.engine.arg_utils", "EngineArgs.from_cli_args", "read the flags", ("args",)),
+    Symbol("vllm.engine.arg_utils", "EngineArgs.create_engine_config", "validate the configuration"),
+    # Prefix hits end before the kept rows (patches/scheduler.py, kv_cache.py)
+    Symbol("vllm.v1.core.sched.scheduler", "Scheduler.__init__", "cap prefix hits", ("vllm_config",)),
+    Symbol(
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager.get_computed_blocks",
+        "cap prefix hits by prompt length",
+        ("request",),
+    ),
+    Symbol(
+        "vllm.v1.core.kv_cache_coordinator",
+        "KVCacheCoordinator.find_longest_cache_hit",
+        "cap prefix hits",
+        ("block_hashes", "max_cache_hit_length"),
+    ),
+    # Consumer SWA has a KV cache group and a backend of its own (kv_cache.py, attention.py)
+    Symbol("vllm.v1.kv_cache_interface", "SlidingWindowSpec.prefix_cacheable", "keep SWA out of prefix caching"),
+    Symbol("vllm.v1.kv_cache_interface", "SlidingWindowSpec.extra_retained_tokens", "retain rebased cells"),
+    Symbol("vllm.v1.kv_cache_interface", "replace_as", "give consumer SWA its spec"),
+    Symbol("vllm.v1.attention.backends.utils", "subclass_attention_backend", "clip the window at s_keep"),
+    Symbol(
+        "vllm.v1.attention.backend",
+        "AttentionMetadataBuilder.build",
+        "clip the window at s_keep",
+        ("common_prefix_len", "common_attn_metadata"),
+    ),
+    # The kept rows are a sub-batch (batch.py, models/, patches/gpu_model_runner.py)
+    Symbol("vllm.v1.worker.utils", "AttentionGroup.create_metadata_builders", "build the sub-batch's metadata"),
+    Symbol("vllm.v1.worker.utils", "AttentionGroup.build_metadata", "build the sub-batch's metadata"),
+    Symbol(
+        "vllm.forward_context",
+        "create_forward_context",
+        "run consumers on the sub-batch",
+        ("attn_metadata", "vllm_config", "slot_mapping"),
+    ),
+    Symbol("vllm.forward_context", "override_forward_context", "run consumers on the sub-batch"),
+    Symbol("vllm.utils.torch_utils", "_encode_layer_name", "write the KV of every row"),
+    Symbol(
+        "vllm.v1.worker.gpu.model_states.default",
+        "DefaultModelState.prepare_attn",
+        "build the sub-batch (Model Runner V2)",
+        ("input_batch", "cudagraph_mode", "block_tables", "slot_mappings", "attn_groups"),
+    ),
+    Symbol(
+        "vllm.v1.worker.gpu.model_states.default",
+        "DefaultModelState.add_request",
+        "learn prompt lengths (Model Runner V2)",
+        ("req_index", "new_req_data"),
+    ),
+    Symbol(
+        "vllm.v1.worker.gpu_model_runner",
+        "GPUModelRunner._build_attention_metadata",
+        "build the sub-batch (Model Runner V1)",
+        ("num_reqs", "num_reqs_padded", "slot_mappings", "num_scheduled_tokens"),
+    ),
 )
+"""Add a line for every private symbol that is wrapped, overridden or called with its own parameter names."""
 
 
 def broken_symbols(symbols: Iterable[Symbol] = SYMBOLS, *, load: bool = False) -> list[str]:
@@ -127,9 +182,7 @@ def untested_message() -> str:
 
 def vllm_version() -> str:
     """Version of the imported vLLM. Not from metadata: the CPU build is a distribution of another name."""
-    from vllm.version import __version__
-
-    return str(__version__)
+    return str(importlib.import_module("vllm.version").__version__)
 
 
 def is_tested(version: str) -> bool:

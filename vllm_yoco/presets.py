@@ -1,4 +1,4 @@
-"""Files of the ``configs`` folder: at the top of a checkout (editable install), inside the package in a wheel."""
+"""The model configs that ship with the plugin, by name (the stem of the file)."""
 
 from __future__ import annotations
 
@@ -7,24 +7,19 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent
 
 
-def configs_folder(kind: str = "models") -> Path:
-    """The folder ``configs/<kind>``.
+def model_presets() -> dict[str, Path]:
+    """Preset name -> JSON file, in order of name; empty where the installation has none.
 
-    Raises:
-        ValueError: if the installation has none.
+    In a wheel the ``configs`` folder is inside the package; in a checkout (editable install) it stands beside it.
     """
-    for folder in (PACKAGE / "configs" / kind, PACKAGE.parent / "configs" / kind):
+    for parent in (PACKAGE, PACKAGE.parent):
+        folder = parent / "configs" / "models"
         if folder.is_dir():
-            return folder
-    raise ValueError(f"configs/{kind}: not part of this installation; give the path of a file instead of a name.")
+            return {path.stem: path for path in sorted(folder.glob("*.json"))}
+    return {}
 
 
-def preset_names(kind: str = "models") -> list[str]:
-    """Names of the presets of a kind, which are the stems of its JSON files."""
-    return sorted(path.stem for path in configs_folder(kind).glob("*.json"))
-
-
-def find_preset(name_or_path: str, kind: str = "models") -> Path:
+def find_model_config(name_or_path: str) -> Path:
     """The JSON file that a preset name or a path means; an existing file wins over a preset.
 
     Raises:
@@ -32,8 +27,7 @@ def find_preset(name_or_path: str, kind: str = "models") -> Path:
     """
     if Path(name_or_path).is_file():
         return Path(name_or_path)
-    if name_or_path in preset_names(kind):
-        return configs_folder(kind) / f"{name_or_path}.json"
-    raise ValueError(
-        f"{name_or_path}: neither a file nor a preset; presets are {', '.join(preset_names(kind))}."
-    )
+    presets = model_presets()
+    if name_or_path in presets:
+        return presets[name_or_path]
+    raise ValueError(f"{name_or_path}: neither a file nor a preset; presets are {', '.join(presets) or 'missing'}.")

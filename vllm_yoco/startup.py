@@ -45,17 +45,16 @@ def validate(vllm_config: VllmConfig, process: str = "front end") -> None:
     if config.truncation == "off":
         return
     truncation = truncation_of(vllm_config)
-    asked = f"{flag_name('truncation')}={config.truncation}"
     if truncation is None:
         model = vllm_config.model_config
         raise ValueError(
-            f"{asked}: vllm-yoco does not serve the model {model.model}, whose model_type is"
-            f" {model.hf_config.model_type}: it must be yoco. Use --yoco-truncation off."
+            f"{flag_name('truncation')}={config.truncation}: vllm-yoco does not serve the model {model.model},"
+            f" whose model_type is {model.hf_config.model_type}: it must be yoco. Use --yoco-truncation off."
         )
     for refusal in _REFUSALS:
         problem = refusal(vllm_config)
         if problem:
-            raise ValueError(f"{problem} (With {asked}.)")
+            raise ValueError(f"{problem} (--yoco-truncation is {config.truncation}.)")
 
 
 def report(vllm_config: VllmConfig) -> None:
@@ -80,9 +79,7 @@ def describe(truncation: Truncation, vllm_config: VllmConfig) -> str:
     if not truncation.active:
         return f"YOCO truncation off: {layers}"
     chosen = "given" if truncation.keep_tokens_rule == "given" else f"rule {truncation.keep_tokens_rule}"
-    lossless = (
-        "lossless" if truncation.lossless else f"approximate (lossless from K={truncation.exact_keep_tokens})"
-    )
+    lossless = "lossless" if truncation.lossless else f"approximate (lossless from K={truncation.exact_keep_tokens})"
     parts = [
         f"YOCO truncation {truncation.mode}: K={truncation.keep_tokens} ({chosen}),"
         f" W={topology.consumer_window}, B={truncation.max_backtracking}, {lossless}",
@@ -143,7 +140,10 @@ def _tensor_parallel(vllm_config: VllmConfig) -> str | None:
     heads = vllm_config.model_config.hf_config.num_key_value_heads
     if heads % size == 0:
         return None
-    return f"--tensor-parallel-size={size}: must divide the model's num_key_value_heads={heads}."
+    return (
+        f"--tensor-parallel-size={size}: must divide the model's num_key_value_heads={heads}, because KV"
+        " heads are sharded and not replicated. Use a divisor."
+    )
 
 
 def _microbatching(vllm_config: VllmConfig) -> str | None:

@@ -6,6 +6,7 @@ as a script.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROUNDS = 6
+ROUNDS = 3
 VOCAB = 1061  # no multiple of any block size
 Outputs = dict[str, Any]
 Scenario = Callable[[np.random.Generator], Iterator[Outputs]]
@@ -30,7 +31,7 @@ def scenario(function: Scenario) -> Scenario:
     return function
 
 
-# --- Inputs ----------------------------------------------------------------------------------------------------------
+# --- Inputs -------------------------------------------------------------------------------------------------
 
 
 def tensor(values: Any, dtype: str = "int32") -> Any:
@@ -91,7 +92,7 @@ class Batch:
         return tensor(self.rng.choice(values, self.rows if size is None else size), dtype)
 
 
-# --- One scenario a kernel file: yields what the kernels wrote ---------------------------------------------------------
+# --- One scenario a kernel file: yields what the kernels wrote ----------------------------------------------
 
 
 @scenario
@@ -142,9 +143,7 @@ def block_tables(rng: np.random.Generator) -> Iterator[Outputs]:
         reqs = batch.idx_mapping
         if rng.random() < 0.5:
             reqs[-1] = -1  # a dummy request
-        positions = tensor(
-            np.concatenate([np.arange(q) + rng.integers(0, 80) for q in batch.query_lens]), "int64"
-        )
+        positions = tensor(np.concatenate([np.arange(q) + rng.integers(0, 80) for q in batch.query_lens]), "int64")
         slots = tables.compute_slot_mappings(reqs, batch.query_start_loc[: batch.n + 1], positions, batch.tokens)
         yield {
             "tables": [t.gpu for t in tables.block_tables],
@@ -192,9 +191,7 @@ def input_batch(rng: np.random.Generator) -> Iterator[Outputs]:
         tokens = batch.ints(0, 5, batch.n, 4, dtype="int64")  # few tokens: some come twice
         reqs[0] = -1 if batch.n > 1 else reqs[0]
         for bins, query_starts in ((counts, starts), (None, starts), (None, None)):
-            module.post_update(
-                reqs, computed, last, bins, tokens, sampled, rejected, query_starts, history, total
-            )
+            module.post_update(reqs, computed, last, bins, tokens, sampled, rejected, query_starts, history, total)
             yield {"computed": computed, "last": last, "counts": counts, "history": history, "total": total}
         module.post_update_num_computed_tokens(batch.idx_mapping, computed, starts)
         yield {"computed": computed}
@@ -206,12 +203,14 @@ def logprobs(rng: np.random.Generator) -> Iterator[Outputs]:
     from vllm.v1.worker.gpu.sample import logprob, prompt_logprob
 
     for dtype in ("float32", "bfloat16"):
-        batch = Batch(rng)
+        batch = Batch(rng, n=4)
         logits = batch.logits(dtype=dtype).clamp_min(-1e4)
         sampled = batch.ints(0, VOCAB, batch.logits_rows, dtype="int64")
         for top in (0, 1, 5):
             scores = logprob.compute_topk_scores(logits, top, sampled)
-            yield {"logprobs": scores.logprobs, "ids": scores.logprob_token_ids, "ranks": scores.selected_token_ranks}
+            # The interpreter compares bfloat16 numbers by their bit patterns, and so gets ranks wrong.
+            ranks = {"ranks": scores.selected_token_ranks} if dtype == "float32" else {}
+            yield {"logprobs": scores.logprobs, "ids": scores.logprob_token_ids, **ranks}
         state = logprob.LogprobTokenIdsState(9, torch.device("cpu"))
         state.num_token_ids.np[:] = rng.integers(0, 4, 9) * rng.integers(0, 2, 9)
         state.num_token_ids.copy_to_uva()
@@ -238,15 +237,13 @@ def sampling(rng: np.random.Generator) -> Iterator[Outputs]:
         ("float32", True, True, True),
         ("bfloat16", False, True, True),
     ):
-        batch = Batch(rng)
+        batch = Batch(rng, n=4)
         logits = batch.logits(vocab=int(rng.choice([700, 1024, 2100])), dtype=dtype)
         mapping, _ = batch.expanded
         temperature = batch.one_of([0.0, 0.7, 1.0, 1.3])
         seeds = tensor(rng.integers(-(2**63), 2**63 - 1, 9), "int64")
         positions = batch.ints(0, 5000, batch.logits_rows, dtype="int64")
-        tokens = gumbel.gumbel_sample(
-            logits, mapping, temperature, seeds, positions, scale, drafting, use_fp64=fp64
-        )
+        tokens = gumbel.gumbel_sample(logits, mapping, temperature, seeds, positions, scale, drafting, use_fp64=fp64)
         yield {"tokens": tokens}
 
         mapping[0] = -1  # a padding row
@@ -321,7 +318,17 @@ def logits_edits(rng: np.random.Generator) -> Iterator[Outputs]:
     offsets = tensor(np.tile([0, 1, 3, 6, 8], (9, 1)))
     total = tensor(batch.prompt + rng.integers(0, 9, 9))
     bad_words.apply_bad_words(
-        edited, mapping, batch.ints(0, 3, 9, 8), offsets, batch.ints(0, 5, 9), small, prompt, total, few, local, 4
+        edited,
+        mapping,
+        batch.ints(0, 3, 9, 8),
+        offsets,
+        batch.ints(0, 5, 9),
+        small,
+        prompt,
+        total,
+        few,
+        local,
+        4,
     )
     yield {"bad_words": edited}
 
@@ -380,11 +387,19 @@ def rejection(rng: np.random.Generator) -> Iterator[Outputs]:
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler as sampler
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
-    for vocab, fp64, other in ((VOCAB, False, {}), (8200, True, {}), (97, False, {"block": True}), (97, False, {"q": True})):
+    for vocab, fp64, block_verification, with_draft_logits in (
+        (VOCAB, False, False, False),
+        (8200, True, False, False),  # more than one block of the vocabulary
+        (97, False, True, False),
+        (97, False, False, True),
+        (97, False, True, True),
+    ):
         batch = Batch(rng, n=4)
         mapping, local = batch.expanded
         rows, steps = batch.logits_rows, 4
-        indices = np.concatenate([s - n + np.arange(n) for s, n in zip(batch.starts[1:], batch.num_logits, strict=True)])
+        indices = np.concatenate(
+            [s - n + np.arange(n) for s, n in zip(batch.starts[1:], batch.num_logits, strict=True)]
+        )
         ids, positions = batch.ints(0, vocab, batch.tokens), batch.ints(0, 60, batch.tokens, dtype="int64")
         drafts, at = sampler.gather_draft_sampled(
             ids, positions, tensor(indices, "int64"), mapping, local, tensor(batch.prefill)
@@ -400,7 +415,7 @@ def rejection(rng: np.random.Generator) -> Iterator[Outputs]:
             logits[row, logits[row].argmax()] += 12.0
         sampled, num_sampled = rejection_sample(
             logits,
-            batch.logits(9 * steps, vocab).view(9, steps, vocab) if other.get("q") else None,
+            batch.logits(9 * steps, vocab).clamp_min(-9).view(9, steps, vocab) if with_draft_logits else None,
             drafts,
             tensor(batch.cu_logits),
             at,
@@ -411,7 +426,7 @@ def rejection(rng: np.random.Generator) -> Iterator[Outputs]:
             tensor(rng.integers(-(2**63), 2**63 - 1, 9), "int64"),
             steps,
             use_fp64=fp64,
-            use_block_verification=other.get("block", False),
+            use_block_verification=block_verification,
         )
         counts = num_sampled.tolist()
         flat = tensor(np.zeros(rows), "int64")
@@ -422,7 +437,7 @@ def rejection(rng: np.random.Generator) -> Iterator[Outputs]:
         yield {"num_sampled": num_sampled}
 
 
-# --- The child process -------------------------------------------------------------------------------------------------
+# --- The child process --------------------------------------------------------------------------------------
 
 
 def flatten(value: Any) -> np.ndarray:
@@ -473,5 +488,300 @@ def compare_kernels() -> dict[str, Any]:
     }
 
 
+def write_model(path: Path) -> None:
+    """A random Llama whose logits differ by units, and a tokenizer of single bytes."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<s>": 0, "</s>": 1} | {letter: i + 2 for i, letter in enumerate(letters)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(path)
+    config = LlamaConfig(
+        vocab_size=len(vocab),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        initializer_range=0.25,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(path)
+
+
+def requests() -> list[tuple[list[int], dict[str, Any]]]:
+    """Prompts and sampling parameters with one possible outcome each."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    rng = np.random.default_rng(0)
+    shared = rng.integers(2, 258, 70).tolist()
+    drawn = {"temperature": 0.9}
+    parameters: list[dict[str, Any]] = [
+        {"logprobs": 5},
+        {"logprobs": 0, "max_tokens": 60},
+        {"prompt_logprobs": 3, "logprobs": 1},
+        {"prompt_logprobs": 0},
+        {"repetition_penalty": 1.3, "logprobs": 2},
+        {"frequency_penalty": 0.7, "presence_penalty": -0.3},
+        {"logit_bias": {65: 9.0, 66: 8.0}, "logprobs": 0},
+        {"allowed_token_ids": [70, 71, 72, 73]},
+        {"min_tokens": 9, "stop_token_ids": list(range(2, 120)), "ignore_eos": False},
+        {"bad_words": ["A", "BC"], "logit_bias": {34: 9.0, 35: 20.0, 36: 19.0}},
+        {"logprob_token_ids": [5, 6, 7], "logprobs": 3},
+        {**drawn, "top_k": 1},
+        {**drawn, "top_p": 1e-6, "logprobs": 0},
+        {**drawn, "top_k": 7, "top_p": 1e-6},
+        {**drawn, "min_p": 1.0},
+        {"structured_outputs": StructuredOutputsParams(regex="[0-9]{3}-[ab]{2}"), "ignore_eos": False},
+        {"structured_outputs": StructuredOutputsParams(choice=["left", "right"]), "ignore_eos": False},
+        {"max_tokens": 70},
+        {"max_tokens": 70},
+    ]
+    prompts = []
+    for i, _ in enumerate(parameters):
+        own = rng.integers(2, 258, int(rng.integers(1, 90))).tolist()
+        prompts.append(shared + own if i % 2 else own)
+    prompts[-1] = [9, 8, 7, 6] * 12  # n-grams to find
+    return [
+        (p, {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True} | q)
+        for p, q in zip(prompts, parameters, strict=True)
+    ]
+
+
+def start_engine(model: Path, **settings: Any) -> Any:
+    from vllm import LLM
+
+    return LLM(
+        str(model),
+        dtype="float32",
+        enforce_eager=True,
+        gpu_memory_utilization=0.1,
+        num_gpu_blocks_override=14,  # too few for the batch: preemption
+        block_size=32,
+        max_model_len=256,
+        max_num_seqs=6,
+        max_num_batched_tokens=48,  # chunked prefill beside decodes
+        **settings,
+    )
+
+
+def run_requests(llm: Any, drafts: bool) -> dict[str, dict[str, Any]]:
+    from vllm import SamplingParams
+
+    chosen = {str(i): request for i, request in enumerate(requests())}
+    if drafts:  # with speculative decoding vLLM refuses the first two and ignores the third
+        refused = {"min_p", "logit_bias", "logprob_token_ids"}
+        chosen = {i: (prompt, p) for i, (prompt, p) in chosen.items() if not p.keys() & refused}
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt, _ in chosen.values()],
+        [SamplingParams(**parameters) for _, parameters in chosen.values()],
+        use_tqdm=False,
+    )
+
+    def plain(logprobs: Any) -> Any:
+        return logprobs and [
+            row and sorted([token, entry.logprob, entry.rank or 0] for token, entry in row.items()) for row in logprobs
+        ]
+
+    return {
+        i: {
+            "tokens": list(output.outputs[0].token_ids),
+            "text": output.outputs[0].text,
+            "logprobs": plain(output.outputs[0].logprobs),
+            "prompt_logprobs": plain(output.prompt_logprobs),
+        }
+        for i, output in zip(chosen, outputs, strict=True)
+    }
+
+
+def describe(worker: Any) -> tuple[str, bool]:
+    """Where the runner of a worker comes from, and whether a kernel of its is replaced."""
+    from vllm.v1.worker.gpu import input_batch
+
+    runner = type(worker.model_runner).__mro__[1].__module__
+    return runner, type(input_batch._post_update_kernel).__name__ == "KernelOverride"
+
+
+def run_engine(runner: str, model: Path) -> dict[str, Any]:
+    """`runner`: v1 or v2; v2-ngram, v2-async; v2-process, where only the environment says that it is V2."""
+    from vllm_yoco.testing import runner_v2_cpu
+
+    name, _, addition = runner.partition("-")
+    settings: dict[str, Any] = {}
+    if addition != "process":
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        if name == "v2":
+            runner_v2_cpu.enable(async_scheduling=addition == "async")
+    if addition == "ngram":
+        settings["speculative_config"] = {
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 1,
+        }
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    preempted: list[str] = []
+    preempt = Scheduler._preempt_request
+
+    def counted(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.request_id)
+        return preempt(self, request, *args, **kwargs)
+
+    Scheduler._preempt_request = counted
+    llm = start_engine(model, **settings)
+    listen = name == "v2" and addition != "process"
+    with runner_v2_cpu.interpreted_launches() if listen else contextlib.nullcontext({}) as launches:
+        first, second = (run_requests(llm, drafts=bool(settings)) for _ in range(2))
+    ((module, replaced),) = llm.collective_rpc(describe)
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    return {
+        "runner": module,
+        "replaced": replaced,
+        "scheduler": core and type(core.scheduler).__name__,
+        "first": first,
+        "second": second,
+        "preempted": len(preempted),
+        "interpreted": sorted(launches),
+        "hidden_sitecustomize": os.environ.get("HIDDEN_SITECUSTOMIZE"),
+    }
+
+
+# --- Tests --------------------------------------------------------------------------------------------------
+
+
+def child(tmp: Path, *arguments: str, **extra: str) -> dict[str, Any]:
+    """The result of this file run as a script, without what tests in this process may have set."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "TRITON_"))}
+    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "VLLM_PLUGINS": ""} | extra
+    out = tmp / "result.json"
+    command = [sys.executable, __file__, str(out), *arguments]
+    run = subprocess.run(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert run.returncode == 0, run.stdout[-6000:]
+    return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return child(tmp_path_factory.mktemp("kernels"), "kernels")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_model(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def v1(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, Any]:
+    return child(tmp_path_factory.mktemp("v1"), "engine", "v1", str(model))
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_replacement_equals_interpreted_kernel(kernels: dict[str, Any], name: str) -> None:
+    assert kernels["differences"][name] == []
+
+
+def test_every_replacement_is_compared(kernels: dict[str, Any]) -> None:
+    # The interpreter cannot run this one.
+    assert set(kernels["replaced"]) - {"apply_top_k_top_p_triton"} <= set(kernels["interpreted"])
+    # Draft logits and block verification, which the replacements hand back.
+    assert set(kernels["still_interpreted"]) == {
+        "_compute_local_logits_stats_kernel",
+        "_compute_cumulative_log_p_kernel",
+        "_compute_local_residual_mass_kernel",
+        "_rejection_kernel",
+        "_resample_kernel",
+    }
+
+
+def test_top_k_top_p() -> None:
+    import torch
+
+    from vllm_yoco.testing.v2_kernels.sampling import apply_top_k_top_p
+
+    probability = torch.tensor([[0.05, 0.4, 0.15, 0.3, 0.1]])
+    for k, p, kept in (
+        (2, None, [1, 3]),
+        (5, None, [0, 1, 2, 3, 4]),
+        (None, 0.75, [1, 2, 3]),
+        (None, 1.0, [0, 1, 2, 3, 4]),
+        (None, 1e-6, [1]),
+        (3, 0.5, [1, 3]),  # of the three that stay, the two largest hold 0.7 / 0.85
+        (1, 0.99, [1]),
+    ):
+        k_row = None if k is None else torch.tensor([k])
+        p_row = None if p is None else torch.tensor([p])
+        logits = apply_top_k_top_p(probability.log(), k_row, p_row)
+        assert logits.isfinite().nonzero()[:, 1].tolist() == kept
+    assert apply_top_k_top_p(torch.zeros(1, 4), torch.tensor([2]), None).isfinite().sum() == 2  # tied
+
+
+@pytest.mark.parametrize("runner", ["v2", "v2-async", "v2-ngram"])
+def test_engine_equals_runner_v1(tmp_path: Path, v1: dict[str, Any], model: Path, runner: str) -> None:
+    v2 = child(tmp_path, "engine", runner, str(model))
+    assert v1["runner"] == "vllm.v1.worker.gpu_model_runner"
+    assert v2["runner"] == "vllm.v1.worker.gpu.model_runner"
+    assert v2["scheduler"] == ("AsyncScheduler" if runner == "v2-async" else "Scheduler")
+    assert v2["replaced"] and v2["interpreted"] == []
+    assert v1["preempted"] and v2["preempted"]
+    assert_same_outputs(v1, v2)
+
+
+def test_processes_inherit_the_runner(tmp_path: Path, v1: dict[str, Any], model: Path) -> None:
+    """The engine core and the worker are processes of their own, set up by nothing but the environment."""
+    from vllm_yoco.testing import runner_v2_cpu
+
+    settings = runner_v2_cpu.environment({})
+    (tmp_path / "sitecustomize.py").write_text("import os\nos.environ['HIDDEN_SITECUSTOMIZE'] = '1'\n")
+    settings["PYTHONPATH"] = os.pathsep.join([settings["PYTHONPATH"], str(tmp_path), str(ROOT)])
+    settings["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for `describe`
+    v2 = child(tmp_path, "engine", "v2-process", str(model), **settings)
+    assert v2["runner"] == "vllm.v1.worker.gpu.model_runner" and v2["replaced"]
+    assert v2["hidden_sitecustomize"] == "1"
+    assert_same_outputs(v1, v2)
+
+
+def assert_same_outputs(a: dict[str, Any], b: dict[str, Any]) -> None:
+    for turn in ("first", "second"):
+        for i, output in b[turn].items():
+            expected = a[turn][i]
+            where = f"{turn} {i}"
+            assert output["tokens"] == expected["tokens"], where
+            assert output["text"] == expected["text"], where
+            for key in ("logprobs", "prompt_logprobs"):
+                assert (output[key] is None) == (expected[key] is None), where
+                for row, expected_row in zip(output[key] or [], expected[key] or [], strict=True):
+                    np.testing.assert_allclose(row or [], expected_row or [], atol=1e-4, rtol=0, err_msg=where)
+
+
+@pytest.mark.parametrize("imported", ["vllm", "triton"])
+def test_enable_comes_before_imports(imported: str) -> None:
+    code = f"""
+import sys, types
+sys.modules[{imported!r}] = types.ModuleType({imported!r})
+sys.modules[{imported!r}].__spec__ = __import__("importlib.machinery").machinery.ModuleSpec({imported!r}, None)
+from vllm_yoco.testing import runner_v2_cpu
+try:
+    runner_v2_cpu.enable()
+except RuntimeError as error:
+    assert "too late" in str(error), error
+else:
+    raise SystemExit("enabled")
+"""
+    env = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True)
+
+
 if __name__ == "__main__":
-    json.dump(compare_kernels(), open(sys.argv[1], "w"), indent=1)
+    destination, command, *arguments = sys.argv[1:]
+    result = compare_kernels() if command == "kernels" else run_engine(arguments[0], Path(arguments[1]))
+    Path(destination).write_text(json.dumps(result, indent=1))

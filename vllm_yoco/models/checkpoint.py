@@ -164,7 +164,7 @@ def byte_tokenizer(vocab_size: int, model_max_length: int) -> PreTrainedTokenize
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A", pair="<bos> $A <bos> $B", special_tokens=[("<bos>", BOS)]
     )
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         bos_token="<bos>",
         eos_token="<eos>",
@@ -175,9 +175,7 @@ def byte_tokenizer(vocab_size: int, model_max_length: int) -> PreTrainedTokenize
     )
 
 
-def save_checkpoint(
-    directory: str | PathLike[str], config: YocoModelConfig, state_dict: Mapping[str, Tensor]
-) -> None:
+def save_checkpoint(directory: str | PathLike[str], config: YocoModelConfig, state_dict: Mapping[str, Tensor]) -> None:
     """Write a complete checkpoint, weights in the config's dtype (float32 if it names none).
 
     Raises:
@@ -187,18 +185,18 @@ def save_checkpoint(
     tokenizer = byte_tokenizer(config.vocab_size, config.max_position_embeddings)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    config.architectures = [ARCHITECTURE]
-    config.dtype = config.dtype or torch.float32
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    config.architectures, config.dtype = [ARCHITECTURE], dtype
     config.bos_token_id, config.eos_token_id, config.pad_token_id = BOS, EOS, PAD
     config.save_pretrained(directory)
     generation: dict[str, Any] = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
     text = json.dumps(generation, indent=2) + "\n"
     (directory / "generation_config.json").write_text(text, encoding="utf-8")
     tokenizer.save_pretrained(directory)
-    tensors = {
-        name: tensor.detach().to("cpu", config.dtype).contiguous() for name, tensor in state_dict.items()
-    }
+    tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in state_dict.items()}
     save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    # safetensors creates its file for the owner alone, but a server often runs as somebody else.
+    (directory / WEIGHTS_FILE).chmod((directory / "config.json").stat().st_mode)
 
 
 def load_checkpoint(directory: str | PathLike[str]) -> tuple[YocoModelConfig, dict[str, Tensor]]:

@@ -1,7 +1,7 @@
 """The YOCO decoder as a plain dense PyTorch model in float32: the oracle of the tests, and trainable.
 
-Every row is computed and every attention is a full score matrix under a boolean mask, so what truncation means
-is one comparison (``swa_visible``) and nothing else. ``mask`` and ``compact`` agree with it on every row >= s_keep.
+Every row is computed and every attention is a softmax under a boolean mask, so what truncation means is one
+comparison (``swa_visible``) and nothing else. ``mask`` and ``compact`` agree with it on every row >= s_keep.
 
     x = embedding
     producers i < P      x += o(attn(norm1 x));  x += mlp(norm2 x)
@@ -34,6 +34,8 @@ from vllm_yoco.models.config import YocoModelConfig
 # The rotary types whose frequencies do not depend on the length of the sequence.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
+QUERY_BLOCK = 256
+
 
 def swa_visible(query: Tensor, key: Tensor, window: int, s_keep: Tensor) -> Tensor:
     """Bool [B, T, S]: which keys of the sliding window a consumer row sees; this is the truncation rule.
@@ -61,12 +63,25 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     Returns:
         [B, T, H * D].
     """
-    empty = ~visible.any(dim=-1, keepdim=True)
-    # A softmax over nothing is NaN, forward or backward: let an empty row see everything, then discard it.
-    mask = (visible | empty)[:, None]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    return out.transpose(1, 2).flatten(2).masked_fill(empty, 0.0)
+    blocks = []
+    # Only for speed: a block of rows is computed on the span of keys that any of its rows sees.
+    for first in range(0, q.shape[2], QUERY_BLOCK):
+        last = first + QUERY_BLOCK
+        seen = visible[:, first:last].any(dim=(0, 1)).nonzero()
+        low, high = (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, 1)
+        mask = visible[:, first:last, low:high]
+        empty = ~mask.any(dim=-1, keepdim=True)
+        # A softmax over nothing is NaN, forward or backward: let an empty row see everything, then discard it.
+        out = F.scaled_dot_product_attention(
+            q[:, :, first:last],
+            k[:, :, low:high],
+            v[:, :, low:high],
+            attn_mask=(mask | empty)[:, None],
+            enable_gqa=True,
+        )
+        blocks.append(out.transpose(1, 2).flatten(2).masked_fill(empty, 0.0))
+    return torch.cat(blocks, dim=1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -130,9 +145,10 @@ class Attention(nn.Module):
             self.swa_v_proj = nn.Linear(hidden, kv_size, bias=False)
         self.o_proj = nn.Linear(q_size * (2 if swa else 1), hidden, bias=False)
 
-    def heads(self, projection: nn.Module, x: Tensor) -> Tensor:
+    def heads(self, projection: nn.Linear, x: Tensor) -> Tensor:
         """[B, T, hidden] -> [B, T, heads, D]."""
-        return cast(Tensor, projection(x)).unflatten(-1, (-1, self.head_dim))
+        out: Tensor = projection(x)
+        return out.reshape(*x.shape[:-1], -1, self.head_dim)
 
 
 class Mlp(nn.Module):
@@ -143,7 +159,8 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
 
 
 class Layer(nn.Module):
@@ -183,9 +200,7 @@ class DenseYoco(nn.Module):
         with torch.device("meta"):
             self.model = Decoder(config)
             self.lm_head = (
-                None
-                if config.tie_word_embeddings
-                else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+                None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
             )
         self.load_state_dict({k: v.to(torch.float32, copy=True) for k, v in state_dict.items()}, assign=True)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
@@ -253,7 +268,7 @@ class DenseYoco(nn.Module):
 
         x = self.model.embed_tokens(token_ids)
         shared = x  # replaced at the boundary, before any consumer reads it
-        for i, layer in enumerate(self.model.layers):
+        for i, layer in enumerate(cast("list[Layer]", self.model.layers)):
             a = layer.input_layernorm(x)
             if i == topology.boundary:
                 shared = trace.shared = a

@@ -38,7 +38,6 @@ from vllm.utils.torch_utils import _encode_layer_name
 
 from vllm_yoco.attention import ConsumerSlidingAttention
 from vllm_yoco.batch import ConsumerStep, current_step
-from vllm_yoco.compat import require_active
 from vllm_yoco.config import Truncation
 from vllm_yoco.engine_config import truncation_of
 from vllm_yoco.models.config import YocoModelConfig
@@ -390,7 +389,9 @@ class YocoForCausalLM(nn.Module):
         truncation = truncation_of(vllm_config)
         assert truncation is not None
         if truncation.active:
-            require_active("worker")
+            from vllm_yoco import startup
+
+            startup.validate(vllm_config, "worker")
         self.config, self.truncation = config, truncation
         self.model = YocoModel(vllm_config=vllm_config, truncation=truncation, prefix=maybe_prefix(prefix, "model"))
         if config.tie_word_embeddings:

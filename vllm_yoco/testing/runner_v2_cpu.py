@@ -1,16 +1,16 @@
 """Run vLLM's Model Runner V2 on a CPU.
 
-V2 (``vllm/v1/worker/gpu/``) launches Triton kernels for its bookkeeping, and vLLM turns Triton off on a CPU that has
-no Triton CPU backend. Three things bring it up:
+V2 (``vllm/v1/worker/gpu/``) launches Triton kernels for its bookkeeping, and vLLM turns Triton off on a CPU
+without a Triton CPU backend. Three things bring it up:
 
 1. ``TRITON_INTERPRET=1``: every ``@triton.jit`` function becomes an interpreted Python function.
-2. A stand-in entry ``triton.backends.backends["cpu"]`` with an active driver, so that vLLM believes in Triton. It must
-   be there before ``vllm.triton_utils`` is imported. Nothing is ever compiled through it.
-3. NumPy/PyTorch replacements for the kernels that run in every step (``v2_kernels``), registered through vLLM's own
+2. A stand-in entry ``triton.backends.backends["cpu"]`` with an active driver, so that vLLM believes in Triton. It
+   must be there before ``vllm.triton_utils`` is imported. Nothing is ever compiled through it.
+3. NumPy/PyTorch replacements for the kernels of ordinary steps (``v2_kernels``), registered through vLLM's own
    dispatcher. The interpreter stays on for kernels that have no replacement.
 
-2 and 3 wait for the imports of ``triton.backends`` and ``vllm.v1.worker.cpu.model_runner`` and cost nothing in a
-process that never imports those. Child processes get the same from ``site/sitecustomize.py`` through ``PYTHONPATH``.
+2 and 3 wait until the modules they change are imported, and cost nothing in a process that imports none of them.
+Child processes get the same from ``site/sitecustomize.py`` through ``PYTHONPATH``.
 
 In a program or test, before vLLM is imported::
 
@@ -38,18 +38,24 @@ from typing import Any
 from vllm_yoco.post_import import after_import
 
 ENV = "VLLM_YOCO_V2_CPU"
-"""``1`` turns V2 on the CPU on in every process that sees it; ``interpret`` does so without the replacements."""
+"""``1`` turns V2 on the CPU on in every process that sees it, ``interpret`` does so without replacements."""
+
+ENV_ASYNC = "VLLM_YOCO_V2_CPU_ASYNC"
+"""``1`` keeps asynchronous scheduling, which is the default on a GPU and which vLLM switches off on a CPU."""
 
 SITE = Path(__file__).resolve().parent / "site"
 
 _active = False
 
 
-def environment(base: Mapping[str, str] | None = None, *, kernels: bool = True) -> dict[str, str]:
+def environment(
+    base: Mapping[str, str] | None = None, *, kernels: bool = True, async_scheduling: bool = False
+) -> dict[str, str]:
     """``base`` (default: this process's environment) with what makes a child process run V2 on the CPU."""
     env = dict(os.environ if base is None else base)
     path = [p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(SITE)]
     env[ENV] = "1" if kernels else "interpret"
+    env[ENV_ASYNC] = "1" if async_scheduling else "0"
     env["TRITON_INTERPRET"] = "1"
     env["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     env["PYTHONPATH"] = os.pathsep.join([str(SITE), *path])
@@ -58,10 +64,15 @@ def environment(base: Mapping[str, str] | None = None, *, kernels: bool = True) 
     return env
 
 
-def enable(*, kernels: bool = True) -> None:
-    """Make this process, and the processes it starts, run Model Runner V2 on the CPU. Call before importing vLLM.
+def enable(*, kernels: bool = True, async_scheduling: bool = False) -> None:
+    """Make this process, and those it starts, run Model Runner V2 on the CPU. Call before importing vLLM.
 
-    ``kernels=False`` leaves every kernel to the interpreter, the slow reference that the replacements must equal.
+    Args:
+        kernels: False leaves every kernel to the interpreter, the slow reference that replacements must equal.
+        async_scheduling: let vLLM schedule a step ahead of the results, as it does by default on a GPU.
+
+    Raises:
+        RuntimeError: Triton is missing, or vLLM or Triton is imported already.
     """
     if not _active:
         if "vllm" in sys.modules:
@@ -70,7 +81,7 @@ def enable(*, kernels: bool = True) -> None:
             raise RuntimeError("Model Runner V2 needs the interpreter of 'triton', which is not installed")
         if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
             raise RuntimeError("enable() comes too late: triton is imported, without TRITON_INTERPRET=1")
-    os.environ.update(environment(kernels=kernels))
+    os.environ.update(environment(kernels=kernels, async_scheduling=async_scheduling))
     activate()
 
 
@@ -84,12 +95,15 @@ def activate() -> None:
     if _active or not enabled():
         return
     _active = True
-    kernels = os.environ[ENV] != "interpret"
-    os.environ.update(environment(kernels=kernels))
+    kernels, async_scheduling = os.environ[ENV] != "interpret", os.environ.get(ENV_ASYNC) == "1"
+    os.environ.update(environment(kernels=kernels, async_scheduling=async_scheduling))
     after_import("triton.backends", _add_stand_in_backend)
     after_import("triton.runtime.interpreter", _accept_integer_masks)
+    after_import("triton.language.extra.libdevice", _give_libdevice_a_body)
+    if async_scheduling:
+        after_import("vllm.platforms.cpu", _keep_async_scheduling)
     if kernels:
-        # Once the CPU runner's module is complete, every module that owns or borrows a kernel has been imported.
+        # Once the CPU runner's module is complete, so are all modules that own or borrow a kernel.
         after_import("vllm.v1.worker.cpu.model_runner", install_kernels)
 
 
@@ -133,6 +147,28 @@ def _accept_integer_masks() -> None:
             return original(self, *args)
 
         setattr(InterpreterBuilder, name, with_bool_mask)
+
+
+def _give_libdevice_a_body() -> None:
+    """Interpreted, these functions return None. The two are all that vLLM's runner uses."""
+    from triton import language as tl
+    from triton.language.extra import libdevice
+
+    libdevice.isnan = lambda x: x != x
+    libdevice.log1p = lambda x: tl.log(1.0 + x)
+
+
+def _keep_async_scheduling() -> None:
+    from vllm.platforms.cpu import CpuPlatform
+
+    update = CpuPlatform.check_and_update_config.__func__
+
+    def keeping(cls: type, vllm_config: Any) -> None:
+        wanted = vllm_config.scheduler_config.async_scheduling
+        update(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = wanted
+
+    CpuPlatform.check_and_update_config = classmethod(keeping)
 
 
 @dataclass

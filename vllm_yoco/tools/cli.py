@@ -15,6 +15,9 @@ from collections.abc import Sequence
 from vllm_yoco import __version__
 
 COMMANDS = {
+    "inspect": "inspect",
+    "cost": "cost",
+    "demo": "demo",
     "init-model": "init_model",
 }
 """Command -> module of ``vllm_yoco.tools``."""
@@ -45,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     called = argv[:1] if argv and argv[0] in COMMANDS else list(COMMANDS)
     args = build_parser(called).parse_args(argv)
     try:
-        return args.run(args)
+        code: int = args.run(args)
+        return code
     except (ValueError, OSError) as error:
         if os.environ.get("VLLM_YOCO_DEBUG") == "1":
             raise

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_yoco.plan import exact_keep_tokens, minimum_keep_tokens
-from vllm_yoco.presets import find_preset, preset_names
+from vllm_yoco.presets import find_model_config, model_presets
 from vllm_yoco.topology import LayerTopology
 
 HELP = "write a YOCO checkpoint with random weights and a byte tokenizer"
@@ -15,7 +15,7 @@ HELP = "write a YOCO checkpoint with random weights and a byte tokenizer"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "config", metavar="CONFIG", help=f"JSON file, or one of the presets {', '.join(preset_names())}"
+        "config", metavar="CONFIG", help=f"JSON file, or one of the presets {', '.join(model_presets())}"
     )
     parser.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="directory to write; must be empty or new")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="same seed, same weights (default: 0)")
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: for a bad config, a negative seed, or an output directory that must not be touched.
     """
-    path = find_preset(args.config)
+    path = find_model_config(args.config)
     if args.seed < 0:
         raise ValueError(f"--seed {args.seed}: must be 0 or more.")
     _check_out_dir(args.out_dir, args.force)
@@ -53,9 +53,7 @@ def _check_out_dir(out_dir: Path, force: bool) -> None:
     if not force:
         raise ValueError(f"{out_dir}: is not empty. Choose another directory, or add --force to overwrite it.")
     # Loaders read every weights file of a directory: left there, these would mix with the new ones.
-    foreign = sorted(
-        path.name for path in out_dir.glob("*.safetensors*") if path.name != "model.safetensors"
-    )
+    foreign = sorted(path.name for path in out_dir.glob("*.safetensors*") if path.name != "model.safetensors")
     if foreign:
         raise ValueError(f"{out_dir}: holds other weights ({', '.join(foreign)}). Remove them first.")
 

@@ -1,4 +1,4 @@
-"""Found through PYTHONPATH by child processes: sets up Model Runner V2 on the CPU before anything imports vLLM.
+"""Found through PYTHONPATH by child processes: sets up Model Runner V2 on the CPU before vLLM is imported.
 
 Python runs only the first ``sitecustomize`` on its path, so this one runs the one it hides, too.
 """

@@ -1,9 +1,9 @@
 """NumPy/PyTorch replacements for the Triton kernels of vLLM's Model Runner V2, for tests on a CPU.
 
-Every module maps full kernel names to functions in its ``KERNELS``. A function takes the kernel's parameters in the
-kernel's order. Tensors live in host memory, so ``tensor.numpy()`` is a view, and a store through it is the store of the
-kernel. ``**launch`` swallows block sizes, ``num_warps`` and the like; sizes that a kernel reads off its launch grid
-come from the shapes of its arguments, or from the grid where a function names ``grid`` as a parameter.
+Every module maps full kernel names to functions in its ``KERNELS``. A function takes the kernel's parameters in
+the kernel's order. Tensors live in host memory, so ``tensor.numpy()`` is a view, and a store through it is the
+store of the kernel. ``**launch`` swallows block sizes, ``num_warps`` and the like; sizes that a kernel reads off
+its launch grid come from the shapes of its arguments, or from the grid where a function has a parameter ``grid``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,16 @@ from importlib import import_module
 from inspect import signature
 from typing import Any
 
-MODULES = ("staged_writes", "block_tables", "input_batch", "logprobs", "sampling", "logits", "spec_decode")
+MODULES = (
+    "staged_writes",
+    "block_tables",
+    "input_batch",
+    "logits",
+    "sampling",
+    "logprobs",
+    "ngram",
+    "rejection",
+)
 
 _installed = False
 

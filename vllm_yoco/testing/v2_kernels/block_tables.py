@@ -1,6 +1,6 @@
 """Block tables and slot mappings.
 
-Replaces ``_gather_block_tables_kernel`` and ``_compute_slot_mappings_kernel`` of ``vllm/v1/worker/gpu/block_table.py``.
+Replaces the kernels of ``vllm/v1/worker/gpu/block_table.py``.
 """
 
 from typing import Any
@@ -23,12 +23,17 @@ def gather_block_tables(
     grid: tuple[int, int],
     **launch: Any,
 ) -> None:
-    """Copy the blocks in use of each request's row to its place in the batch; zero the rows that pad the batch."""
+    """``_gather_block_tables_kernel``: rows of the requests in the batch, as far as in use; zeros in padding rows."""
     num_reqs_padded = grid[1]
     reqs = batch_idx_to_req_idx.numpy()[:num_reqs]
     used_blocks = num_blocks.numpy()
     max_num_reqs = used_blocks.shape[1]
-    tables = zip(src_block_table_ptrs.tolist(), dst_block_table_ptrs.tolist(), block_table_strides.tolist(), strict=True)
+    tables = zip(
+        src_block_table_ptrs.tolist(),
+        dst_block_table_ptrs.tolist(),
+        block_table_strides.tolist(),
+        strict=True,
+    )
     for group, (src_ptr, dst_ptr, stride) in enumerate(tables):
         dst = view_at(dst_ptr, num_reqs_padded, stride)
         dst[num_reqs:] = 0
@@ -58,7 +63,7 @@ def compute_slot_mappings(
     PAD_ID: int,
     **launch: Any,
 ) -> None:
-    """The slot of every scheduled token in every KV cache group; PAD_ID where it has none."""
+    """``_compute_slot_mappings_kernel``: the slot of each token in each KV cache group; PAD_ID where it has none."""
     reqs = idx_mapping.numpy()
     starts = query_start_loc.numpy()[: len(reqs) + 1]
     slots = slot_mappings.numpy()

@@ -1,6 +1,7 @@
 """What a step reads and writes of the request states: input ids, positions, sequence lengths, sampled tokens.
 
-Replaces the kernels of ``vllm/v1/worker/gpu/input_batch.py``. `idx_mapping` maps a batch row to its request-state row.
+Replaces the kernels of ``vllm/v1/worker/gpu/input_batch.py``. ``idx_mapping`` maps a row of the batch to a row of the
+request states.
 """
 
 from typing import Any
@@ -22,7 +23,7 @@ def prepare_prefill_inputs(
     num_computed_tokens: Tensor,
     **launch: Any,
 ) -> None:
-    """``_prepare_prefill_inputs_kernel``: the ids of each chunk, and the `num_lookahead` ids that follow it."""
+    """``_prepare_prefill_inputs_kernel``: the ids of each chunk and the ``num_lookahead`` ids after it."""
     ids, following, tokens = input_ids.numpy(), next_prefill_tokens.numpy(), all_token_ids.numpy()
     reqs, starts = idx_mapping.numpy(), query_start_loc.numpy()
     prefill, computed = prefill_lens.numpy()[reqs], num_computed_tokens.numpy()[reqs]
@@ -71,7 +72,7 @@ def combine_sampled_and_draft_tokens(
     NUM_NEW_SAMPLED_TOKENS: int = 1,
     **launch: Any,
 ) -> None:
-    """``_combine_sampled_and_draft_tokens_kernel``: which rows yield logits, and generated ids in their input slots."""
+    """``_combine_sampled_and_draft_tokens_kernel``: the rows that yield logits, and generated ids as input."""
     reqs = idx_mapping.numpy()
     n = len(reqs)
     ids, ends = input_ids.numpy(), query_start_loc.numpy()[1 : n + 1]
@@ -99,7 +100,7 @@ def get_num_sampled_and_rejected(
     prefill_len: Tensor,
     **launch: Any,
 ) -> None:
-    """``_get_num_sampled_and_rejected_kernel``: a chunk that does not end its prefill samples and rejects nothing."""
+    """``_get_num_sampled_and_rejected_kernel``: none of either for a chunk that does not end its prefill."""
     reqs = idx_mapping.numpy()
     n = len(reqs)
     generating = seq_lens.numpy()[:n] >= prefill_len.numpy()[reqs]
@@ -124,11 +125,15 @@ def post_update(
     total_len: Tensor,
     **launch: Any,
 ) -> None:
-    """``_post_update_kernel``: append the sampled tokens and count the computed ones. Rows with index -1 are skipped."""
+    """``_post_update_kernel``: append sampled tokens, count computed ones. Rows with index -1 are skipped."""
     reqs = idx_mapping.numpy()
     n = len(reqs)
     sampled, total = num_sampled.numpy(), total_len.numpy()
-    tokens, history, last = sampled_tokens.numpy(), all_token_ids.numpy(), last_sampled_tokens.numpy().reshape(-1)
+    tokens, history, last = (
+        sampled_tokens.numpy(),
+        all_token_ids.numpy(),
+        last_sampled_tokens.numpy().reshape(-1),
+    )
     counts = None if output_bin_counts is None else output_bin_counts.numpy()
     for i in np.flatnonzero((reqs >= 0) & (sampled[:n] > 0)):
         req, count = reqs[i], sampled[i]
@@ -152,7 +157,11 @@ def post_update_num_computed_tokens(
 
 
 def expand_idx_mapping(
-    idx_mapping: Tensor, expanded_idx_mapping: Tensor, expanded_local_pos: Tensor, cu_num_logits: Tensor, **launch: Any
+    idx_mapping: Tensor,
+    expanded_idx_mapping: Tensor,
+    expanded_local_pos: Tensor,
+    cu_num_logits: Tensor,
+    **launch: Any,
 ) -> None:
     """``_expand_idx_mapping_kernel``: per logit, its request and its place among that request's logits."""
     reqs = idx_mapping.numpy()

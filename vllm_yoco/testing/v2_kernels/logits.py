@@ -1,10 +1,13 @@
 """Edits of the logits before sampling: bias and min-tokens, penalties, bad words, grammar bitmask, NaN count.
 
-Replaces kernels of ``vllm/v1/worker/gpu/``: ``sample/logit_bias.py``, ``sample/penalties.py``, ``sample/bad_words.py``,
-``structured_outputs.py`` and ``metrics/logits.py``. Where drafts are verified a request has several logits rows: row j sees
-the output so far plus its first j draft tokens, which stand in `token_ids` right after the last committed token.
+Replaces kernels of ``vllm/v1/worker/gpu/``: ``sample/logit_bias.py``, ``sample/penalties.py``,
+``sample/bad_words.py``, ``structured_outputs.py`` and ``metrics/logits.py``.
+
+Where drafts are verified a request has several logits rows. Row j sees the output so far and the first j drafts; the
+token of a row is the draft that it was fed, or for row 0 the last token of the output.
 """
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -106,7 +109,7 @@ def bincount(
     output_bin_counts_stride: int,
     **launch: Any,
 ) -> None:
-    """``_bincount_kernel``: one bit per token of the prompt, one count per token of the output in a resumed prefill."""
+    """``_bincount_kernel``: a bit per token of the prompt; counts of the output tokens in a resumed prefill."""
     words = prompt_bin_mask.numpy().view(np.uint32)  # unsigned: bit 31 is a token like any other
     for req in expanded_idx_mapping.tolist():
         prompt, prefill = int(prompt_len[req]), int(prefill_len[req])
@@ -141,7 +144,7 @@ def bad_words(
         committed = all_token_ids.numpy()[req, int(prompt_len[req]) : int(total_len[req])]
         output = np.concatenate([committed, drafts[i - pos + 1 : i + 1]])
         offsets = bad_word_offsets[req, : n + 1].tolist()
-        for start, end in zip(offsets, offsets[1:], strict=False):
+        for start, end in pairwise(offsets):
             *prefix, last = bad_word_token_ids[req, start:end].tolist()
             if len(prefix) <= len(output) and output[len(output) - len(prefix) :].tolist() == prefix:
                 scores[i, last] = _MASKED
@@ -159,7 +162,8 @@ def apply_grammar_bitmask(
     MASK_STRIDE: int,
     **launch: Any,
 ) -> None:
-    """``_apply_grammar_bitmask_kernel``: mask i, for position p of request r, has `logits_indices[i] == r * MASK_STRIDE + p`."""
+    """``_apply_grammar_bitmask_kernel``: bitmask i belongs to row p of request r, ``r * MASK_STRIDE + p`` being its
+    entry in ``logits_indices``."""
     scores, cu = logits.numpy(), cu_num_logits.numpy()
     req, position = np.divmod(logits_indices.numpy(), MASK_STRIDE)
     allowed = np.unpackbits(bitmask.numpy().view(np.uint8), axis=1, bitorder="little")[:, :vocab_size].view(bool)

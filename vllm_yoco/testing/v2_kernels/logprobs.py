@@ -25,7 +25,9 @@ def topk_log_softmax(
     torch.sub(logits.gather(1, topk_ids), torch.logsumexp(logits, dim=1, keepdim=True), out=output)
 
 
-def ranks(output: Tensor, logits: Tensor, logits_stride: int, token_ids: Tensor, vocab_size: int, **launch: Any) -> None:
+def ranks(
+    output: Tensor, logits: Tensor, logits_stride: int, token_ids: Tensor, vocab_size: int, **launch: Any
+) -> None:
     """``_ranks_kernel``: how many logits are at least that of the token (1 for the arg max)."""
     chosen = logits.gather(1, token_ids.long().unsqueeze(1))
     torch.sum(logits >= chosen, dim=1, out=output)
@@ -47,7 +49,7 @@ def fill_logprob_token_ids(
     NUM_TOPK: int,
     **launch: Any,
 ) -> None:
-    """``_fill_logprob_token_ids_kernel``: the sampled token, then the request's own list or else the top k."""
+    """``_fill_logprob_token_ids_kernel``: the sampled token, then the request's own list, or the top k."""
     ids, valid = out_token_ids.numpy(), out_valid_mask.numpy()
     ids[:, 0], valid[:, 0] = sampled_token_ids.numpy(), True
     reqs = expanded_idx_mapping.numpy()

@@ -1,10 +1,10 @@
 """Drawing tokens: temperature, min-p, top-k/top-p and the Gumbel arg max.
 
-Replaces ``_gumbel_sample_kernel`` and ``_temperature_kernel`` of ``vllm/v1/worker/gpu/sample/gumbel.py``, ``_min_p_kernel``
-of ``min_p.py`` and the function ``apply_top_k_top_p_triton`` of ``vllm/v1/sample/ops/topk_topp_triton.py``, which asks for
-a device's number of compute units and so cannot run on a CPU at all.
+Replaces kernels of ``gumbel.py`` and ``min_p.py`` in ``vllm/v1/worker/gpu/sample/``, and the whole function
+``apply_top_k_top_p_triton`` of ``vllm/v1/sample/ops/topk_topp_triton.py``, whose kernel the interpreter cannot run (it
+calls ``.to`` on a loop variable, which is a Python integer there).
 
-The Gumbel noise is the kernel's own, bit for bit: a seeded request draws the same tokens with and without replacements.
+The Gumbel noise is the kernel's own, bit for bit: a seeded request draws the same tokens with either.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ def _mix(h: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 
 def _murmur3(seed: np.ndarray, pos: np.ndarray, token: np.ndarray, domain: int = 0) -> np.ndarray:
-    """MurmurHash3 (32 bit) of (seed, low half of pos, token); `seed` and `pos` are int64 columns."""
+    """MurmurHash3 (32 bit) of (seed, low half of pos, token); ``seed`` and ``pos`` are int64 columns."""
     low, high = (seed & 0xFFFFFFFF).astype(np.uint32), ((seed >> 32) & 0xFFFFFFFF).astype(np.uint32)
     h = np.full(seed.shape, domain, dtype=np.uint32)
     for key in (low, high, (pos & 0xFFFFFFFF).astype(np.uint32), token):
@@ -49,7 +49,7 @@ def _log1p_neg(x: np.ndarray) -> np.ndarray:
 
 
 def gumbel_noise(seed: np.ndarray, pos: np.ndarray, vocab_size: int, fp64: bool) -> np.ndarray:
-    """Noise `[rows, vocab_size]` for int64 columns `seed` and `pos` of shape `[rows, 1]`."""
+    """Noise ``[rows, vocab_size]`` for int64 columns ``seed`` and ``pos`` of shape ``[rows, 1]``."""
     token = np.arange(vocab_size, dtype=np.uint32)[None, :]
     bits = _murmur3(seed, pos, token)
     if fp64:
@@ -63,7 +63,7 @@ def gumbel_noise(seed: np.ndarray, pos: np.ndarray, vocab_size: int, fp64: bool)
 
 
 def block_argmax(scores: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Per row and block of `block` columns: the first index of the maximum, and the maximum."""
+    """Per row and block of ``block`` columns: the first index of the maximum, and the maximum."""
     rows, columns = scores.shape
     blocks = -(-columns // block)
     padded = np.full((rows, blocks * block), -np.inf, dtype=scores.dtype)
@@ -117,7 +117,9 @@ def gumbel_sample(
         if APPLY_TEMPERATURE:
             chosen = (chosen.astype(np.float32) / temperature[random, None]).astype(chosen.dtype)
         at = pos.numpy().astype(np.int64)[random, None]
-        noise = gumbel_noise(seeds.numpy()[reqs[random], None], at + _DRAFT_NOISE_SALT * IS_DRAFTING, vocab_size, USE_FP64)
+        noise = gumbel_noise(
+            seeds.numpy()[reqs[random], None], at + _DRAFT_NOISE_SALT * IS_DRAFTING, vocab_size, USE_FP64
+        )
         scores = scores.copy()
         scores[random] = chosen + noise
     index, value = block_argmax(scores, BLOCK_SIZE)
@@ -126,7 +128,12 @@ def gumbel_sample(
 
 
 def apply_temperature(
-    logits: Tensor, logits_stride: int, expanded_idx_mapping: Tensor, temperature: Tensor, vocab_size: int, **launch: Any
+    logits: Tensor,
+    logits_stride: int,
+    expanded_idx_mapping: Tensor,
+    temperature: Tensor,
+    vocab_size: int,
+    **launch: Any,
 ) -> None:
     """``_temperature_kernel``: greedy rows (temperature 0) stay as they are."""
     divisor = temperature[expanded_idx_mapping]
@@ -134,19 +141,22 @@ def apply_temperature(
 
 
 def apply_min_p(
-    logits: Tensor, logits_stride: int, expanded_idx_mapping: Tensor, min_p: Tensor, vocab_size: int, **launch: Any
+    logits: Tensor,
+    logits_stride: int,
+    expanded_idx_mapping: Tensor,
+    min_p: Tensor,
+    vocab_size: int,
+    **launch: Any,
 ) -> None:
     """``_min_p_kernel``: mask tokens less probable than min_p times the most probable one."""
     threshold = logits.amax(dim=1, keepdim=True) + min_p[expanded_idx_mapping].log().unsqueeze(1)
     logits.masked_fill_(logits < threshold, float("-inf"))
 
 
-def apply_top_k_top_p(
-    logits: Tensor, k: Tensor | None, p: Tensor | None, mask_value: float = float("-inf")
-) -> Tensor:
-    """``apply_top_k_top_p_triton``: mask all but the k largest logits, then all but the smallest set of probability p.
+def apply_top_k_top_p(logits: Tensor, k: Tensor | None, p: Tensor | None, mask_value: float = float("-inf")) -> Tensor:
+    """``apply_top_k_top_p_triton``: keep the k largest logits, and of these the smallest set of probability p.
 
-    Exactly k tokens stay even where the k-th is tied, as in the Triton kernel and unlike the PyTorch path of vLLM.
+    Exactly k stay even where the k-th is tied, as in the Triton kernel and unlike vLLM's PyTorch function.
     """
     if logits.shape[0] == 0 or (k is None and p is None):
         return logits

@@ -1,4 +1,4 @@
-"""Staged writes: rows of host data copied into persistent tensors, and tensors that are known only by their address.
+"""Staged writes: host data copied into rows of persistent tensors; tensors known only by their address.
 
 Replaces ``_apply_write_kernel`` of ``vllm/v1/worker/gpu/buffer_utils.py``.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def view_at(address: int, rows: int, columns: int) -> np.ndarray:
-    """The int32 matrix `[rows, columns]` at `address`, without a copy. The owner of the memory must outlive the view."""
+    """The int32 matrix ``[rows, columns]`` at an address, without a copy. Its owner must outlive the view."""
     buffer = (ctypes.c_int32 * (rows * columns)).from_address(int(address))
     return np.frombuffer(buffer, dtype=np.int32).reshape(rows, columns)
 
@@ -28,9 +28,9 @@ def apply_write(
     MULTI_GROUP: bool,
     **launch: Any,
 ) -> None:
-    """Write i puts `contents[cu_lens[i-1]:cu_lens[i]]` at column `starts[i]` of row `indices[i]`.
+    """Write i puts ``contents[cu_lens[i-1]:cu_lens[i]]`` at column ``starts[i]`` of row ``indices[i]``.
 
-    With MULTI_GROUP, `output` and `output_stride` hold one address and one row stride a group.
+    With MULTI_GROUP, ``output`` and ``output_stride`` hold one address and one row stride a group.
     """
     size = write_contents.element_size()
     source = write_contents.data_ptr()

@@ -1,8 +1,8 @@
-"""Speculative decoding with drafts that carry no distribution (n-gram, suffix): proposal and verification.
+"""Verification of drafts that carry no distribution, such as those of n-grams.
 
-Replaces kernels of ``vllm/v1/worker/gpu/spec_decode/``: ``ngram/speculator.py``, ``rejection_sampler.py`` and
-``rejection_sampler_utils.py``. Launches with draft logits, block verification, synthetic acceptance rates or watermarks
-go on to the interpreted kernel.
+Replaces kernels of ``rejection_sampler.py`` and ``rejection_sampler_utils.py`` in
+``vllm/v1/worker/gpu/spec_decode/``. Launches with draft logits, block verification, synthetic acceptance rates or
+watermarks go on to the interpreted kernel.
 """
 
 from __future__ import annotations
@@ -38,68 +38,6 @@ def _plain_drafts_only(kernel: str) -> Callable[[Callable[..., None]], Callable[
     return decorate
 
 
-def ngram_scan(
-    token_ids: Tensor,
-    token_ids_stride: int,
-    idx_mapping: Tensor,
-    total_len: Tensor,
-    num_sampled: Tensor,
-    scratch: Tensor,
-    scratch_stride: int,
-    L: int,
-    MIN_N: int,
-    MAX_N: int,
-    MAX_N_PO2: int,
-    BLOCK_L: int,
-    **launch: Any,
-) -> None:
-    """``_ngram_scan_kernel``: per block of positions, the best earlier match of the suffix.
-
-    A match of n tokens at a position scores n * (L + 1) + position + 1: the longest wins, then the rightmost.
-    """
-    scores = scratch.numpy()
-    for i, req in enumerate(idx_mapping.tolist()):
-        scores[i] = 0
-        length = int(total_len[req])
-        if int(num_sampled[i]) <= 0 or length < MIN_N:
-            continue
-        tokens = token_ids.numpy()[req, :length]
-        best = np.zeros(scores.shape[1] * BLOCK_L, dtype=np.int64)
-        for n in range(MIN_N, min(MAX_N, length - 1) + 1):
-            windows = np.lib.stride_tricks.sliding_window_view(tokens[:-1], n)
-            found = np.flatnonzero((windows == tokens[-n:]).all(axis=1))
-            best[found] = n * (L + 1) + found + 1
-        scores[i] = best.reshape(-1, BLOCK_L).max(axis=1)
-
-
-def ngram_finalize(
-    token_ids: Tensor,
-    token_ids_stride: int,
-    idx_mapping: Tensor,
-    total_len: Tensor,
-    num_sampled: Tensor,
-    last_sampled: Tensor,
-    scratch: Tensor,
-    scratch_stride: int,
-    drafts: Tensor,
-    L: int,
-    N_BLOCKS: int,
-    K: int,
-    K_PO2: int,
-    N_BLOCKS_PO2: int,
-    **launch: Any,
-) -> None:
-    """``_ngram_finalize_kernel``: the K tokens after the best match; the last sampled token where there are none."""
-    out = drafts.numpy()
-    for i, req in enumerate(idx_mapping.tolist()):
-        out[i] = int(last_sampled[req])
-        score = int(scratch[i, :N_BLOCKS].max())
-        if score > 0 and int(num_sampled[i]) > 0:
-            n, position = divmod(score - 1, L + 1)
-            found = token_ids.numpy()[req, position + n : min(position + n + K, int(total_len[req]))]
-            out[i, : len(found)] = found
-
-
 def gather_draft_sampled(
     draft_sampled: Tensor,
     pos: Tensor,
@@ -112,7 +50,7 @@ def gather_draft_sampled(
     num_logits: int,
     **launch: Any,
 ) -> None:
-    """``_gather_draft_sampled_kernel``: token and position of each logits row; -1 for drafts made before sampling."""
+    """``_gather_draft_sampled_kernel``: token and position of each logits row; -1 for a draft that is none."""
     at = positions[logits_indices]
     placeholder = (expanded_local_pos > 0) & (at - expanded_local_pos < prefill_len[expanded_idx_mapping])
     draft_sampled.copy_(input_ids[logits_indices].masked_fill(placeholder, -1))
@@ -161,7 +99,7 @@ def local_logits_stats(
 ) -> None:
     """``_compute_local_logits_stats_kernel``: maximum, arg max and sum of exponentials of each vocabulary block.
 
-    The kernel stores what its two later readers need, the arg max of greedy rows or the sum of the others; both here.
+    The kernel stores the arg max of greedy rows and the sum of other rows; here both are stored for all.
     """
     scores = target_logits.float().numpy()[:, :vocab_size]
     index, value = block_argmax(scores, BLOCK_SIZE)
@@ -217,7 +155,7 @@ def rejection(
     *unused: Any,
     **launch: Any,
 ) -> None:
-    """``_rejection_kernel``: accept drafts one by one, with the target's arg max or with the target's probability."""
+    """``_rejection_kernel``: accept drafts while they are the arg max, or with the target's probability."""
     drafts, out = draft_sampled.tolist(), sampled.numpy()
     maxima, sums = target_local_max.numpy(), target_local_sumexp.numpy()
     cu = cu_num_logits.tolist()
@@ -270,7 +208,7 @@ def resample(
     USE_FP64: bool,
     **launch: Any,
 ) -> None:
-    """``_resample_kernel``: draw the bonus token, or the replacement of a rejected draft from all other tokens."""
+    """``_resample_kernel``: draw the bonus token, or a token other than the rejected draft."""
     vocab_size = unused[-1]
     dtype = np.float64 if USE_FP64 else np.float32
     cu = cu_num_logits.tolist()
@@ -315,8 +253,6 @@ def insert_resampled(
 
 
 KERNELS = {
-    _MODULE + "ngram.speculator._ngram_scan_kernel": ngram_scan,
-    _MODULE + "ngram.speculator._ngram_finalize_kernel": ngram_finalize,
     _MODULE + "rejection_sampler._gather_draft_sampled_kernel": gather_draft_sampled,
     _MODULE + "rejection_sampler._flatten_sampled_kernel": flatten_sampled,
     _MODULE + "rejection_sampler_utils._compute_local_logits_stats_kernel": local_logits_stats,

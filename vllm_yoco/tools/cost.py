@@ -32,7 +32,7 @@ import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import product
+from itertools import cycle, product
 from typing import TYPE_CHECKING, Any, get_args
 
 from vllm_yoco.cost import query_rows_and_pairs
@@ -45,6 +45,7 @@ from vllm_yoco.topology import LayerTopology
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 HELP = "show what truncation saves: rows, visible keys, FLOPs and the ceiling of the speed-up"
 
@@ -91,6 +92,8 @@ LARGE_WINDOW, LARGE_KEEP = 128, 140
 
 EQUAL_COST = LayerTopology(num_layers=40, boundary=20, kv_source_layers=(20,), swa_layers=(), window=0)
 EQUAL_COST_PROMPTS = (64, 1024, 16384)
+
+SMALLEST_PLOTTED_CHUNK, MAX_PLOTTED_LENGTHS = 64, 4
 
 GRID_LENGTH, GRID_WINDOWS, GRID_KEEPS = 8, (1, 3, 5), (1, 4, 9)
 
@@ -261,7 +264,7 @@ def render_points(points: Sequence[Point], title: str) -> str:
         (
             p.prompt_tokens,
             p.keep_tokens,
-            "all" if p.chunk_tokens is None else f"{p.chunk_tokens:,}",
+            _chunk_text(p.chunk_tokens),
             p.costs["off"]["layer_rows"],
             p.costs["compact"]["layer_rows"],
             *(pairs(p, mode) for mode in MODES),
@@ -273,54 +276,76 @@ def render_points(points: Sequence[Point], title: str) -> str:
     return table(headers, rows, title)
 
 
-def plot(cost: ModelCost, points: Sequence[Point], title: str, path: str) -> None:
-    """Draw the ceiling over L, over K and over C, each against the other two as given.
+@dataclass(frozen=True)
+class Curve:
+    """Ceilings over ``x`` in one panel of the plot; curves of one colour differ in their chunk size."""
 
-    Raises:
-        ValueError: without matplotlib, or for a file name that it knows no format for.
-        OSError: if the file cannot be written.
-    """
-    figure = new_figure(3)
-    lengths, keeps = (_distinct(points, name) for name in ("prompt_tokens", "keep_tokens"))
+    panel: int
+    colour: int
+    label: str
+    chunk: int | None
+    x: Sequence[int]
+    prefills: Sequence[Prefill]
+
+
+def plot_curves(points: Sequence[Point]) -> list[Curve]:
+    """Curves over L (panel 0), K (1) and C (2), through the values that ``points`` has of the others."""
+    lengths, keeps = (sorted({getattr(p, name) for p in points}) for name in ("prompt_tokens", "keep_tokens"))
     chunks = list(dict.fromkeys(p.chunk_tokens for p in points))
-    longest = max(lengths)
+    longest, least = lengths[-1], keeps[0]
+    over_length = _steps(min(least, lengths[0]), longest)
+    over_keep = _steps(least, max(longest, keeps[-1]))
+    over_chunk = _steps(min(SMALLEST_PLOTTED_CHUNK, longest), longest, per_octave=2)
+    # Prompts within the smallest K have nothing to show.
+    shown = [n for n in lengths if n > least] or [longest]
+    shown = shown[:: -math.ceil(len(shown) / MAX_PLOTTED_LENGTHS)][::-1]
+
+    def chunked(text: str, chunk: int | None) -> str:
+        return text if len(chunks) == 1 and chunk is None else f"{text}, C = {_chunk_text(chunk)}"
+
+    curves = []
+    for chunk in chunks:
+        for i, keep in enumerate(keeps):
+            prefills = [Prefill(n, "compact", keep, chunk) for n in over_length]
+            curves.append(Curve(0, i, chunked(f"K = {keep:,}", chunk), chunk, over_length, prefills))
+        for i, length in enumerate(shown):
+            prefills = [Prefill(length, "compact", keep, chunk) for keep in over_keep]
+            curves.append(Curve(1, i, chunked(f"L = {length:,}", chunk), chunk, over_keep, prefills))
+    for i, keep in enumerate(keeps):
+        prefills = [Prefill(longest, "compact", keep, chunk) for chunk in over_chunk]
+        curves.append(Curve(2, i, f"K = {keep:,}, L = {longest:,}", chunks[0], over_chunk, prefills))
+    return curves
+
+
+def plot(figure: Figure, cost: ModelCost, points: Sequence[Point], title: str) -> None:
+    """Draw `plot_curves`."""
+    curves = plot_curves(points)
+    styles = dict(zip({curve.chunk: None for curve in curves}, cycle(("-", "--", ":", "-.")), strict=False))
     axes: Sequence[Axes] = figure.subplots(1, 3, sharey=True)
-
-    over_length = _steps(min(min(lengths), min(keeps)), longest)
-    over_keep = _steps(min(keeps), max(longest, *keeps))
-    over_chunk = _steps(min(longest, *(c for c in chunks if c), 256), longest)
-    curves: list[tuple[int, str, list[int], list[Prefill]]] = []
-    for keep, chunk in product(keeps, chunks):
-        prefills = [Prefill(n, "compact", keep, chunk) for n in over_length]
-        curves.append((0, f"K = {keep:,}{_chunk_label(chunk, chunks)}", over_length, prefills))
-    for length, chunk in product(lengths, chunks[:1]):
-        prefills = [Prefill(length, "compact", keep, chunk) for keep in over_keep]
-        curves.append((1, f"L = {length:,}{_chunk_label(chunk, chunks)}", over_keep, prefills))
-    for keep in keeps:
-        prefills = [Prefill(longest, "compact", keep, size) for size in over_chunk]
-        curves.append((2, f"K = {keep:,}, L = {longest:,}", over_chunk, prefills))
-
-    for panel, label, x, prefills in progress(curves, "plotting"):
-        y = [cost.speedup_ceiling(prefill) for prefill in prefills]
-        axes[panel].plot(x, y, label=label, linewidth=1.8)
-    for panel, name in enumerate(("prompt tokens L", "kept rows K", "chunk tokens C")):
-        axes[panel].set_xscale("log", base=2)
-        axes[panel].set_xlabel(name)
-        axes[panel].grid(alpha=0.3)
-        axes[panel].legend(fontsize=8)
-    axes[0].set_ylabel("ceiling of the speed-up: FLOPs off / compact")
-    figure.suptitle(title)
-    figure.savefig(path)
+    for curve in progress(curves, "plotting"):
+        ceilings = [cost.speedup_ceiling(prefill) for prefill in curve.prefills]
+        axes[curve.panel].plot(
+            curve.x,
+            ceilings,
+            label=curve.label,
+            color=f"C{curve.colour}",
+            linestyle=styles[curve.chunk],
+            marker=".",
+            markersize=4,
+        )
+    for panel, name in zip(axes, ("prompt tokens L", "kept rows K", "chunk tokens C"), strict=True):
+        panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+        panel.tick_params(axis="x", labelsize=8)
+        panel.set_xlabel(name)
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.14), frameon=False)
+    axes[0].set_ylabel("ceiling of the speed-up\nFLOPs off / FLOPs compact")
+    figure.suptitle(title, fontsize=11)
 
 
-def _distinct(points: Sequence[Point], name: str) -> list[int]:
-    return list(dict.fromkeys(getattr(p, name) for p in points))
-
-
-def _chunk_label(chunk: int | None, chunks: Sequence[int | None]) -> str:
-    if len(chunks) == 1 and chunk is None:
-        return ""
-    return ", one chunk" if chunk is None else f", C = {chunk:,}"
+def _chunk_text(chunk: int | None) -> str:
+    return "all" if chunk is None else f"{chunk:,}"
 
 
 def _steps(first: int, last: int, per_octave: int = 4) -> list[int]:
@@ -386,6 +411,7 @@ def _run_small_cases(args: argparse.Namespace) -> int:
 
 
 def _run_model(args: argparse.Namespace) -> int:
+    figure = new_figure(3) if args.plot else None  # before any work, as it needs an optional dependency
     model = inspect.load_model(args.model)
     cost = model.cost()
     keeps = [
@@ -398,8 +424,9 @@ def _run_model(args: argparse.Namespace) -> int:
     )
     points = [point(cost, length, keep, chunk) for chunk, keep, length in progress(grid, "counting")]
     title = f"{model.path}, {model.family}; {cost.flops_unit}"
-    if args.plot:
-        plot(cost, points, title, args.plot)
+    if figure:
+        plot(figure, cost, points, f"{args.model}, {model.family}")
+        figure.savefig(args.plot)
     results = {
         "model": str(model.path),
         "family": model.family,

@@ -13,8 +13,9 @@ JSON (``--json``), with layers as lists of indices, sizes in bytes and shares fr
     truncation   mode, keep_tokens, keep_tokens_rule (min | exact | given), lossless, min, exact,
                  num_speculative_tokens, max_backtracking
     kv           null, or {dtype, prompt_tokens, groups, persisted_bytes_per_token,
-                 persisted_bytes_per_request, dropped_bytes_per_request}; group: {group, layers, bytes_per_token (of all its layers),
-                 held_tokens (null: every token), bytes_per_request, persisted}
+                 persisted_bytes_per_request, dropped_bytes_per_request}; group: {group, layers,
+                 bytes_per_token (of all its layers), held_tokens (null: every token), bytes_per_request,
+                 persisted}
     state        null, or for DeepSeek-V4.1 {ring_tokens, ring_bytes, stored_rings, dropped_rings,
                  persisted_bytes, total_bytes}
     flops_unit   what a FLOP stands for; null if FLOPs are unknown
@@ -39,7 +40,7 @@ from vllm_yoco.config import CONFIG_KEY, KeepTokens, Mode, Truncation, YocoConfi
 from vllm_yoco.deepseek_topology import DeepseekTopology, read_deepseek_topology
 from vllm_yoco.model_cost import DeepseekCost, ModelCost, Prefill, YocoCost, layer_rows
 from vllm_yoco.presets import find_model_config, model_presets
-from vllm_yoco.tools.report import add_json_argument, emit, ranges, table
+from vllm_yoco.tools.report import add_json_argument, emit, percent, ranges, table
 from vllm_yoco.topology import LayerTopology, check_draft_targets, check_engram_layers
 
 if TYPE_CHECKING:
@@ -563,8 +564,8 @@ def _render_work(report: Mapping[str, Any]) -> str:
             work["prompt_tokens"],
             work["layer_rows_off"],
             work["layer_rows"],
-            f"{work['layer_rows_removed']:.1%}",
-            None if work["flops_removed"] is None else f"{work['flops_removed']:.1%}",
+            percent(work["layer_rows_removed"]),
+            percent(work["flops_removed"]),
         )
         for work in report["work"]
     ]

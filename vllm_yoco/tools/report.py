@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+class Number(str):
+    """Text that a table aligns like a number."""
+
+
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", metavar="FILE", help="also write the results as JSON; - prints them instead of the tables"
@@ -42,7 +46,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]], title: str =
     Columns with a number in them are aligned to the right.
     """
     cells = [[_cell(value) for value in row] for row in rows]
-    right = [any(isinstance(row[i], int | float) for row in rows) for i in range(len(headers))]
+    right = [any(isinstance(row[i], int | float | Number) for row in rows) for i in range(len(headers))]
     widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
     lines = [
         "  ".join(
@@ -75,12 +79,17 @@ def ranges(layers: Iterable[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "none"
 
 
-def si(value: float) -> str:
+def si(value: float) -> Number:
     """Four significant digits and a decimal prefix: ``36.81 T``."""
     for exponent, prefix in ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
         if abs(value) >= 0.99995 * 10**exponent:
-            return f"{value / 10**exponent:#.4g} {prefix}"
-    return f"{value:.4g}"
+            return Number(f"{value / 10**exponent:#.4g} {prefix}")
+    return Number(f"{value:.4g}")
+
+
+def percent(share: float | None) -> Number | None:
+    """``12.5%`` for 0.125."""
+    return None if share is None else Number(f"{share:.1%}")
 
 
 def progress(items: Sequence[T], label: str) -> Iterator[T]:
@@ -106,4 +115,4 @@ def new_figure(columns: int) -> Figure:
             "--plot needs matplotlib, which is not installed. Run pip install 'vllm-yoco[plot]', or leave the"
             " option out."
         ) from None
-    return Figure(figsize=(5.2 * columns, 4.6), dpi=120, layout="constrained")
+    return Figure(figsize=(4.8 * columns, 4.8), dpi=120, layout="constrained")

@@ -85,7 +85,7 @@ def running_server(
     log: Path,
     env: Mapping[str, str] | None = None,
     timeout_seconds: float = 600.0,
-    progress: Callable[[str], None] = lambda line: None,
+    progress: Callable[[float, str], None] = lambda seconds, line: None,
 ) -> Iterator[Server]:
     """Run ``vllm serve ARGUMENTS`` on a free port of the loopback interface.
 
@@ -93,7 +93,7 @@ def running_server(
         arguments: what follows ``vllm serve``; host and port are added.
         log: file for everything the server prints.
         env: variables on top of this process's.
-        progress: called every few seconds of the start with the last line of the log.
+        progress: called every ten seconds of the start, with the seconds and the last line of the log.
 
     Raises:
         ServerError: it did not become healthy.
@@ -133,9 +133,14 @@ def log_tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Ending signals raise ``Interrupted`` inside the block. The main thread's only, as always in Python."""
+    """The first ending signal raises ``Interrupted`` inside the block, which has then time to clean up.
+
+    In the main thread only, as always in Python.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        for other in ENDING_SIGNALS:
+            signal.signal(other, signal.SIG_IGN)
         raise Interrupted(number)
 
     previous = {number: signal.signal(number, interrupt) for number in ENDING_SIGNALS}
@@ -171,7 +176,7 @@ def _group_exists(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _wait_until_healthy(
-    process: subprocess.Popen[bytes], url: str, log: Path, timeout: float, progress: Callable[[str], None]
+    process: subprocess.Popen[bytes], url: str, log: Path, timeout: float, progress: Callable[[float, str], None]
 ) -> float:
     start = shown = time.monotonic()
     while True:
@@ -186,5 +191,5 @@ def _wait_until_healthy(
             raise ServerError(f"the server was not healthy within {timeout:.0f} s", log_tail(log))
         if now - shown > 10:
             shown = now
-            progress(f"{now - start:.0f} s  {log_tail(log, 1)}")
+            progress(now - start, log_tail(log, 1))
         time.sleep(0.5)

@@ -1,0 +1,105 @@
+"""``vllm-yoco demo`` as a user runs it: a full run, a server that cannot start, and signals."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from vllm_yoco.tools.server import ServerError, running_server
+
+COMMAND = [sys.executable, "-m", "vllm_yoco.tools.cli", "demo", "--config", "ced-tiny", "--prompt-tokens", "600"]
+
+pytestmark = pytest.mark.slow
+
+
+def start(logs: Path, *arguments: str) -> subprocess.Popen[str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "TRITON_"))}
+    return subprocess.Popen(
+        [*COMMAND, "--log-dir", str(logs), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={"OMP_NUM_THREADS": "1", **env},
+    )
+
+
+def left_over(folder: Path) -> list[str]:
+    """Processes whose working directory is ``folder``: those of a server that logs there, whatever their names."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if (process / "cwd").readlink() == folder.resolve():
+                found.append((process / "comm").read_text().strip())
+        except OSError:
+            continue
+    return found
+
+
+def wait_for(text: str, log: Path) -> None:
+    deadline = time.monotonic() + 300
+    while not (log.exists() and text in log.read_text()):
+        assert time.monotonic() < deadline, f"no {text!r} in {log}"
+        time.sleep(0.2)
+
+
+def test_full_run(tmp_path: Path) -> None:
+    process = start(tmp_path)
+    out, err = process.communicate(timeout=500)
+    assert process.returncode == 0, out + err
+    # ced-tiny: W = 24, four consumer layers
+    assert re.search(r"rows in each of 4 consumer layers +25 of 600 +600 of 600\n", out)
+    assert re.search(r"time to first token, best of 3 +\d+\.\d{3} s +\d+\.\d{3} s\n", out)
+    assert re.search(r"kept rows K +25 \(min\), approximate; lossless from 93\n", out)
+    assert re.search(r"continuation +(all 32 greedy tokens agree|greedy tokens agree up to token \d+ of 32)\n", out)
+    assert re.search(r"first token +log-probabilities differ by at most [\d.e-]+ nat \(\d+ tokens in both top 20\)", out)
+    assert out.count("usage 600 prompt + 32 completion tokens") == 2
+    assert out.splitlines()[-1].startswith("ok: rows as planned in every layer, all log-probabilities finite")
+    assert left_over(tmp_path) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["compact.log", "off.log"]
+
+
+def test_server_that_cannot_start(tmp_path: Path) -> None:
+    process = start(tmp_path, "--", "--max-model-len", "600", "--num-gpu-blocks-override", "2")
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 1
+    *tail, last = err.rstrip().splitlines()
+    assert last.startswith("vllm-yoco demo: the server ended with exit code 1 before it was healthy.")
+    assert tail == (tmp_path / "compact.log").read_text().rstrip().splitlines()[-len(tail) :]
+    assert len(tail) > 10
+    assert left_over(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "when"),
+    [
+        # The worker process exists when weights are loaded; requests are served after the last of these lines.
+        (signal.SIGINT, 130, "YOCO truncation compact"),
+        (signal.SIGTERM, 143, "Loading weights took"),
+        (signal.SIGHUP, 129, "Application startup complete"),
+    ],
+)
+def test_a_signal_leaves_no_process(tmp_path: Path, number: signal.Signals, code: int, when: str) -> None:
+    process = start(tmp_path)
+    wait_for(when, tmp_path / "compact.log")
+    assert left_over(tmp_path)
+    process.send_signal(number)
+    process.send_signal(number)  # an impatient user
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert err.strip().endswith(f"stopped by {number.name}, and its server with it.")
+    assert left_over(tmp_path) == []
+
+
+def test_server_that_is_too_slow(tmp_path: Path) -> None:
+    with pytest.raises(ServerError, match="not healthy within 1 s") as error:
+        with running_server(["no-such-model"], log=tmp_path / "log", timeout_seconds=1):
+            pytest.fail("it cannot be healthy")
+    assert isinstance(error.value.log_tail, str)
+    assert left_over(tmp_path) == []

@@ -1,0 +1,197 @@
+"""The example model's training: data, the truncation that it simulates, and resumption."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from examples import train_ced as ced
+from vllm_yoco.models.checkpoint import BOS, load_checkpoint
+from vllm_yoco.models.config import YocoModelConfig
+from vllm_yoco.models.reference import DenseYoco
+
+TEXT, HELD_OUT = ced.load_text()
+STARTS = ced.line_starts(TEXT)
+WINDOW = 8
+PLAN = ced.Plan(variant="replay", steps=8, batch_tokens=256, lengths=((0.5, 64), (1.0, 128)), replay_from=0.5, warmup=2)
+
+
+def tiny_config() -> YocoModelConfig:
+    return YocoModelConfig(
+        vocab_size=260,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        n_prefill_layer=2,
+        layer_types=["sliding_attention"] * 2,
+        kv_source_layers=[2, 3],
+        sliding_window=WINDOW,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        initializer_range=0.1,
+        tie_word_embeddings=True,
+    )
+
+
+def trainer(plan: ced.Plan = PLAN) -> ced.Trainer:
+    return ced.Trainer(tiny_config(), plan, TEXT)
+
+
+def test_text_has_no_paragraph_twice_and_a_held_out_tenth() -> None:
+    paragraphs = (TEXT.tobytes() + HELD_OUT.tobytes()).decode().split("\n\n")
+    assert len(set(paragraphs)) == len(paragraphs)
+    assert len(TEXT) > 200_000
+    assert len(HELD_OUT) == pytest.approx(len(TEXT) / 9, abs=1)
+
+
+def test_training_samples_are_deterministic_and_every_answer_has_its_record_before_it() -> None:
+    questions = 0
+    for seed in range(20):
+        sample = ced.make_training_sample(np.random.default_rng(seed), 300, TEXT, STARTS)
+        assert sample == ced.make_training_sample(np.random.default_rng(seed), 300, TEXT, STARTS)
+        assert len(sample.tokens) == len(sample.weights) == 300
+        assert sample.tokens[0] == BOS
+        content = bytes(sample.tokens[1:])
+        answers = [i for i, weight in enumerate(sample.weights) if weight == ced.ANSWER_WEIGHT]
+        for first in answers[:: ced.ANSWER_BYTES]:
+            question = content[first - 6 : first + 2]
+            assert question.startswith(b"?")
+            assert content.find(b"@" + question[1:]) in range(first - 6)
+            questions += 1
+    assert questions > 50
+
+
+@pytest.mark.parametrize("length, gap", [(64, 10), (64, 58), (300, 150), (2048, 1900), (512, None)])
+def test_recall_example_has_its_length_gap_and_answer(length: int, gap: int | None) -> None:
+    example = ced.make_recall_example(np.random.default_rng(3), length, text=HELD_OUT, gap=gap)
+    content = bytes(example.prompt[1:])
+    assert len(example.prompt) == length and example.prompt[0] == BOS
+    assert example.gap == gap or gap is None
+    assert content[-5:-4] == b"?" and content.endswith(b"=")
+    record = content.find(b"@" + content[-4:] + bytes(example.answer) + b";\n")
+    assert record == len(content) - 5 - example.gap
+    assert content.count(b"@" + content[-4:]) == 1
+
+
+@pytest.mark.parametrize("gap", [9, 59])
+def test_recall_example_refuses_a_gap_that_does_not_fit(gap: int) -> None:
+    with pytest.raises(ValueError, match=r"must lie in 10\.\.58"):
+        ced.make_recall_example(np.random.default_rng(0), 64, text=HELD_OUT, gap=gap)
+
+
+def test_truncation_is_simulated_after_the_variants_part_and_in_replay_only() -> None:
+    rng = np.random.default_rng(0)
+    s_keep = ced.draw_s_keep(rng, 2000, 128, WINDOW)
+    assert s_keep.min() == 0 and s_keep.max() <= 128 - WINDOW - 1
+    assert 0.3 < (s_keep > 0).float().mean() < 0.5
+
+    run, plain = trainer(), trainer(replace(PLAN, variant="plain"))
+    for step in range(PLAN.steps):
+        tokens, weights, lowest = run.batch(step)
+        same_tokens, all_weights, none = plain.batch(step)
+        assert torch.equal(tokens, same_tokens) and not none.any()
+        assert lowest.any() == (step >= 4)
+        rows = torch.arange(weights.shape[1])
+        assert torch.equal(weights, torch.where(rows >= lowest[:, None], all_weights, 0.0))
+
+
+def test_rows_below_s_keep_take_part_through_producers_and_global_kv_alone() -> None:
+    """Their hidden in the consumers is overwritten with NaN: the loss and its gradient stay finite and equal."""
+    run = trainer()
+    step = next(i for i in range(4, 8) if run.batch(i)[2].max() > WINDOW)
+    tokens, weights, s_keep = run.batch(step)
+    row = int(s_keep.argmax())
+    tokens, weights, s_keep = tokens[row : row + 1], weights[row : row + 1], s_keep[row : row + 1]
+    kept = torch.arange(weights.shape[1]) >= s_keep
+    assert not weights[:, ~kept].any()
+
+    def loss(spoil: bool) -> torch.Tensor:
+        hooks = []
+        if spoil:
+            # Row-wise parts of a consumer layer, so what is spoilt below s_keep may leave it through SWA K/V only.
+            for layer in run.model.model.layers[2:]:
+                hook = lambda module, args, out: torch.where(kept[None, :, None], out, 1e3)  # noqa: E731
+                hooks.append(layer.mlp.register_forward_hook(hook))
+        logits = run.model(tokens[:, :-1], s_keep=s_keep)
+        for hook in hooks:
+            hook.remove()
+        entropy = torch.nn.functional.cross_entropy(logits[0], tokens[0, 1:], reduction="none")
+        return (entropy * weights[0]).sum() / weights.sum()
+
+    torch.testing.assert_close(loss(True), loss(False), rtol=0, atol=0)
+
+
+def test_training_lowers_the_loss() -> None:
+    run = trainer(replace(PLAN, variant="plain", steps=30, matrix_rate=1e-2, vector_rate=1e-2))
+    losses = [run.step()["loss"] for _ in range(30)]
+    assert sum(losses[-3:]) / 3 < losses[0] - 1
+
+
+def test_resumed_run_is_bit_equal(tmp_path: Path) -> None:
+    straight, first, second = trainer(), trainer(), trainer()
+    for _ in range(6):
+        straight.step()
+    for _ in range(3):
+        first.step()
+    first.save_state(tmp_path / "state.pt")
+    second.load_state(tmp_path / "state.pt")
+    assert (second.done, second.tokens) == (3, first.tokens)
+    for _ in range(3):
+        second.step()
+    for name, tensor in straight.model.state_dict().items():
+        assert torch.equal(tensor, second.model.state_dict()[name]), name
+
+
+def test_state_of_another_plan_is_refused_but_replay_may_start_from_plain(tmp_path: Path) -> None:
+    plain = trainer(replace(PLAN, variant="plain"))
+    for _ in range(4):
+        plain.step()
+    plain.save_state(tmp_path / "shared.pt")
+    run = trainer()
+    run.load_state(tmp_path / "shared.pt")
+    assert run.done == 4
+    with pytest.raises(ValueError, match="with another seed"):
+        trainer(replace(PLAN, seed=1)).load_state(tmp_path / "shared.pt")
+    plain.step()
+    plain.save_state(tmp_path / "late.pt")
+    with pytest.raises(ValueError, match="with another variant"):
+        run.load_state(tmp_path / "late.pt")
+
+
+def test_evaluation_counts_exact_answers_under_the_asked_truncation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in model that knows the answers; it must be asked about the whole prompt with K."""
+    calls = []
+
+    class Knows:
+        def __call__(self, tokens: torch.Tensor, **options: object) -> torch.Tensor:
+            calls.append(options)
+            logits = torch.zeros(*tokens.shape, 260)
+            for row, content in enumerate(tokens.tolist()):
+                key = content[98 - 5 + 0 : 98]
+                del key
+                text = bytes(content[1:])
+                question = text[100 - 6 + 1 : 99]
+                start = text.find(b"@" + question) + len(question) + 1
+                for i in range(3):
+                    logits[row, 99 + i, text[start + i]] = 1.0
+            return logits
+
+    options = {"text": HELD_OUT, "length": 100, "gap": 50, "examples": 5}
+    assert ced.evaluate_recall(Knows(), keep_tokens=9, **options) == 1.0  # type: ignore[arg-type]
+    assert calls == [{"num_prompt_tokens": 100, "keep_tokens": 9}]
+    model = DenseYoco(tiny_config(), trainer().model.state_dict())
+    assert ced.evaluate_recall(model, **options) < 1.0  # type: ignore[arg-type]
+    assert 6 < ced.evaluate_text(model, text=HELD_OUT[:512], length=128, prompt=64, keep_tokens=9) < 12
+
+
+@pytest.mark.parametrize("variant", ced.VARIANTS)
+def test_committed_checkpoints_load(variant: str) -> None:
+    directory = Path(__file__).parents[2] / "models" / f"ced-byte-{variant}"
+    config, weights = load_checkpoint(directory)
+    assert config.sliding_window == 128 and config.num_own_kv_layers if hasattr(config, "num_own_kv_layers") else True
+    assert all(torch.isfinite(tensor).all() for tensor in weights.values())
+    assert f"--variant {variant}" in (directory / "README.md").read_text()

@@ -1,0 +1,91 @@
+"""What truncation did, counted where it is decided and read where it is published.
+
+The scheduler lives in the engine core, ``/metrics`` in the front end, and vLLM's statistics message between them
+has no room for a plugin. The engine core therefore writes its counters into a small memory-mapped file, and the
+front end adds up the files of its engine; both know the engine's instance id. Nothing is written when vLLM's
+statistics are off.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from vllm_yoco.plan import Mode, keep_start
+
+NAMES = (
+    "scheduled",
+    "consumer_computed",
+    "consumer_dropped",
+    "placeholder",
+    "prompts_truncated",
+    "hits_shortened",
+    "hit_rows_lost",
+    "prompt_logprobs_dropped",
+)
+"""Order in the file. Row counts are per consumer layer; a placeholder counts as computed too."""
+
+
+def directory(instance_id: str) -> Path:
+    """Where the counters of one engine are; private to the user."""
+    return Path(tempfile.gettempdir()) / f"vllm-yoco-{os.getuid()}-{instance_id}"
+
+
+class CounterFile:
+    """One process's counters, mapped into memory. Integers only grow; a reader sees each one whole."""
+
+    def __init__(self, instance_id: str) -> None:
+        folder = directory(instance_id)
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            if folder.stat().st_uid != os.getuid():
+                raise PermissionError(f"{folder} belongs to another user")
+            # "r+" after "w+": the admission and the scheduler of an in-process engine share one file.
+            path = folder / f"{os.getpid()}.counters"
+            mode = "r+" if path.exists() else "w+"
+            self._values: np.ndarray = np.memmap(path, np.int64, mode, shape=(len(NAMES),))
+        except OSError:
+            # Statistics are no reason not to serve: count where nobody reads.
+            self._values = np.zeros(len(NAMES), np.int64)
+
+    def add(self, **amounts: int) -> None:
+        for name, amount in amounts.items():
+            self._values[NAMES.index(name)] += amount
+
+
+def read(instance_id: str) -> dict[str, int]:
+    """Totals over the processes of one engine; zeros before any has started."""
+    total = np.zeros(len(NAMES), np.int64)
+    for path in directory(instance_id).glob("*.counters"):
+        values = np.fromfile(path, np.int64)
+        if len(values) == len(NAMES):
+            total += values
+    return dict(zip(NAMES, total.tolist(), strict=True))
+
+
+def remove(instance_id: str) -> None:
+    shutil.rmtree(directory(instance_id), ignore_errors=True)
+
+
+def prefill_rows(start: int, length: int, num_prompt_tokens: int, keep_tokens: int, mode: Mode) -> Mapping[str, int]:
+    """Counts of one scheduled chunk ``[start, start + length)``; empty for decode rows.
+
+    The rule is the plan's (``vllm_yoco.plan``): compact removes the rows below ``s_keep`` but one.
+    """
+    if start >= num_prompt_tokens:
+        return {}
+    s_keep = keep_start(num_prompt_tokens, keep_tokens)
+    dropped = min(max(s_keep - start, 0), length - 1) if mode == "compact" else 0
+    end = start + length
+    return {
+        "scheduled": length,
+        "consumer_computed": length - dropped,
+        "consumer_dropped": dropped,
+        "placeholder": int(mode == "compact" and end <= s_keep),
+        "prompts_truncated": int(s_keep > 0 and end >= num_prompt_tokens),
+    }

@@ -31,11 +31,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import math
 import platform
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -74,7 +73,7 @@ def load_text() -> tuple[Bytes, Bytes]:
     return text[:cut], text[cut:]
 
 
-def line_starts(text: Bytes) -> np.ndarray:
+def line_starts(text: Bytes) -> np.ndarray[Any, np.dtype[np.intp]]:
     return np.concatenate(([0], np.flatnonzero(text[:-1] == ord("\n")) + 1))
 
 
@@ -99,7 +98,7 @@ def new_record(rng: Generator, taken: dict[bytes, bytes]) -> bytes:
     return key
 
 
-def make_training_sample(rng: Generator, length: int, text: Bytes, starts: np.ndarray) -> Sample:
+def make_training_sample(rng: Generator, length: int, text: Bytes, starts: np.ndarray[Any, Any]) -> Sample:
     """``<bos>``, then lines of text with lines of records and questions between them; ``length`` tokens.
 
     How many there are, and how many of them are questions, is drawn per sequence. The last quarter asks only.
@@ -238,8 +237,13 @@ class Plan:
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
         return 0.05 + 0.95 * (1 + math.cos(math.pi * done)) / 2
 
+    @property
+    def parting(self) -> int:
+        """The first step at which the variants differ."""
+        return math.ceil(self.replay_from * self.steps)
+
     def truncates(self, step: int) -> bool:
-        return self.variant == "replay" and step >= self.replay_from * self.steps
+        return self.variant == "replay" and step >= self.parting
 
 
 class Trainer:
@@ -271,7 +275,7 @@ class Trainer:
 
     def step(self) -> dict[str, float]:
         """One update; returns its loss, bits per byte of text, and share of correct answer bytes."""
-        started = time.perf_counter()
+        started = time.process_time()
         for optimizer, peak in zip(self.optimizers, (self.plan.matrix_rate, self.plan.vector_rate), strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = peak * self.plan.rate(self.done)
@@ -287,7 +291,7 @@ class Trainer:
             optimizer.zero_grad()
         self.done += 1
         self.tokens += targets.numel()
-        self.seconds += time.perf_counter() - started
+        self.seconds += time.process_time() - started
         with torch.no_grad():
             answers = weights == ANSWER_WEIGHT
             return {
@@ -311,7 +315,7 @@ class Trainer:
         """ValueError if the state belongs to another plan; a ``plain`` state is one of ``replay`` until they part."""
         state = torch.load(path, weights_only=True)
         ours, theirs = asdict(self.plan), state["plan"]
-        shared = state["counters"][0] <= self.plan.replay_from * self.plan.steps
+        shared = state["counters"][0] <= self.plan.parting
         differ = [k for k in ours if ours[k] != theirs.get(k) and not (k == "variant" and shared)]
         if differ:
             raise ValueError(f"{path}: this run was started with another {', '.join(differ)}; remove it to start anew.")
@@ -377,7 +381,8 @@ def report(model: DenseYoco, text: Bytes, examples: int = 64) -> dict[str, Any]:
     """Figures of the model card: held-out text and recall, with every row and with the smallest K."""
     topology = model.config.topology()
     keep = topology.consumer_window + 1
-    figures: dict[str, Any] = {"keep_tokens": keep, "text": evaluate_text(model, text=text), "recall": []}
+    figures: dict[str, Any] = {"keep_tokens": keep, "examples": examples, "recall": []}
+    figures["text"] = evaluate_text(model, text=text)
     for k in (None, keep):
         name = "full" if k is None else "truncated"
         figures[f"continuation_{name}"] = evaluate_text(model, text=text, prompt=768, keep_tokens=k)
@@ -391,43 +396,44 @@ def report(model: DenseYoco, text: Bytes, examples: int = 64) -> dict[str, Any]:
 
 
 def model_card(trainer: Trainer, figures: dict[str, Any], command: str) -> str:
-    plan, text = trainer.plan, trainer.text
+    plan, text, config = trainer.plan, trainer.text, trainer.config
+    parameters = sum(p.numel() for p in trainer.model.parameters())
     rows = "\n".join(f"| {length} | {gap} | {a:.1%} | {b:.1%} |" for length, gap, a, b in figures["recall"])
+    digest = hashlib.sha256(text.tobytes()).hexdigest()[:16]
     truncation = (
-        f"From step {math.ceil(plan.replay_from * plan.steps)} on, half of the sequences are trained under truncation"
-        " with random L and K."
+        f"From step {plan.parting:,} on, half of the sequences were trained under truncation with random L and K."
         if plan.variant == "replay"
-        else "Every row of every sequence exists in the consumers: truncation was never seen in training."
+        else "Every row of every sequence exists in the consumers: training knew no truncation."
     )
+    keep, count = figures["keep_tokens"], figures["examples"]
+    millions, minutes = trainer.tokens / 1e6, trainer.seconds / 60
+    producers, window = config.n_prefill_layer, config.sliding_window
+    full, truncated = figures["continuation_full"], figures["continuation_truncated"]
     return f"""---
 license: apache-2.0
-library_name: vllm
 tags: [vllm-yoco, yoco, byte-level]
 ---
 # ced-byte-{plan.variant}
 
-A byte-level producer/consumer model to demonstrate and test prefill truncation; it is too small for anything else.
-{sum(p.numel() for p in trainer.model.parameters()):,} parameters in float32, {trainer.config.n_prefill_layer} sliding-window
-producers, {trainer.config.num_hidden_layers - trainer.config.n_prefill_layer} consumers with global KV and a window of their own,
-W = {trainer.config.sliding_window}. {truncation}
+A byte-level producer/consumer model to demonstrate and test prefill truncation; too small for anything else.
 
-| | |
-|---|---|
-| data | `pydoc_data.topics` of CPython {platform.python_version()} (PSF-2.0), {len(text):,} bytes for training (SHA-256 \
-{hashlib.sha256(text.tobytes()).hexdigest()[:16]}), and a synthetic recall task |
-| training | {trainer.done:,} steps, {trainer.tokens / 1e6:.2f} M tokens, seed {plan.seed}, {trainer.seconds / 60:.0f} minutes \
-on {torch.get_num_threads()} CPU thread(s) |
-| held-out text | {figures["text"]:.3f} bits/byte |
-| last 256 of 1,024 bytes of it | {figures["continuation_full"]:.3f} bits/byte; {figures["continuation_truncated"]:.3f} after a \
-prompt of 768 under K = {figures["keep_tokens"]} |
+- Model: {parameters:,} parameters in float32; {producers} sliding-window producers and
+  {config.num_hidden_layers - producers} consumers with global KV and a window of their own, W = {window}.
+- {truncation}
+- Data: {len(text):,} bytes of `pydoc_data.topics` of CPython {platform.python_version()}
+  (SHA-256 {digest}...), and a synthetic recall task, see `examples/train_ced.py`.
+- Licence: Apache-2.0 for the weights; the text is part of Python (PSF-2.0).
+- Training: {trainer.done:,} steps, {millions:.2f} M tokens, seed {plan.seed}, {minutes:.0f} CPU minutes.
+- Held-out text: {figures["text"]:.3f} bits/byte.
+- Last 256 of 1,024 held-out bytes: {full:.3f} bits/byte; {truncated:.3f} after a prompt of 768 with K = {keep}.
 
-Recall, prompts answered exactly, one record among 16 (chance 0.1 %):
+Recall: share of {count} prompts answered exactly, one of 16 records asked for (chance: 0.1 %); lengths in bytes.
 
-| prompt | gap | every row | K = {figures["keep_tokens"]} |
+| prompt | gap | every row | K = {keep} |
 |---|---|---|---|
 {rows}
 
-Reproduce (the figures above, up to rounding in floating point on another CPU or version of Python):
+To reproduce (rounding in floating point depends on the CPU, the text on the version of Python):
 
     {command}
 """
@@ -464,13 +470,12 @@ def main(arguments: list[str] | None = None) -> None:
             trainer.save_state(state)
             values = "  ".join(f"{name} {value:.3f}" for name, value in figures.items())
             print(f"step {done}  length {plan.length(done - 1)}  {values}  {trainer.seconds:.0f} s", flush=True)
-        if done == math.ceil(plan.replay_from * plan.steps) and plan.variant == "plain":
+        if done == plan.parting and plan.variant == "plain":
             trainer.save_state(shared)
         if done % (10 * options.save_every) == 0:
-            check = evaluate_text(trainer.model, text=held_out), evaluate_recall(
-                trainer.model, text=held_out, length=512, gap=400, examples=32
-            )
-            print(f"held out: {check[0]:.3f} bits/byte, recall {check[1]:.0%} over 400 bytes", flush=True)
+            bits = evaluate_text(trainer.model, text=held_out)
+            recall = evaluate_recall(trainer.model, text=held_out, length=512, gap=400, examples=32)
+            print(f"held out: {bits:.3f} bits/byte, recall {recall:.0%} over 400 bytes", flush=True)
     save_checkpoint(output, trainer.config, trainer.model.state_dict())
     command = f"python examples/train_ced.py --variant {plan.variant} --steps {plan.steps} --seed {plan.seed}"
     card = model_card(trainer, report(trainer.model, held_out), f"{command} --output models/ced-byte-{plan.variant}")

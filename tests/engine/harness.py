@@ -34,7 +34,8 @@ ENVIRONMENT = {
 class EngineConfig:
     """What distinguishes one engine from another.
 
-    ``chunk_tokens`` is vLLM's ``max_num_batched_tokens``; ``truncation="absent"`` gives no setting at all.
+    ``chunk_tokens`` is vLLM's ``max_num_batched_tokens``; ``truncation="absent"`` gives no setting at all;
+    ``ngram_tokens`` is the number of speculative tokens, drafted from n-grams, if any.
     """
 
     model: str
@@ -47,6 +48,8 @@ class EngineConfig:
     max_num_seqs: int = 8
     prompt_logprobs: str = "drop"
     max_model_len: int = 1100
+    ngram_tokens: int = 0
+    kv_events: bool = False
     options: tuple[tuple[str, Any], ...] = ()
 
 
@@ -98,6 +101,17 @@ class Engines:
                 "gpu_memory_utilization": 0.2,
                 "additional_config": {} if config.truncation == "absent" else {"yoco": yoco},
             }
+            if config.ngram_tokens:
+                options["speculative_config"] = {
+                    "method": "ngram",
+                    "num_speculative_tokens": config.ngram_tokens,
+                    "prompt_lookup_min": 2,
+                    "prompt_lookup_max": 4,
+                }
+            if config.kv_events:
+                from vllm.config import KVEventsConfig
+
+                options["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
             self.llms[config] = LLM(config.model, **(options | dict(config.options)))
         return self.llms[config]
 
@@ -144,7 +158,7 @@ def _serve(conn: Connection, runner: str, environment: dict[str, str]) -> None:
     if runner == "v2":
         from vllm_yoco.testing import runner_v2_cpu
 
-        runner_v2_cpu.enable()
+        runner_v2_cpu.enable(async_scheduling=environment.get(runner_v2_cpu.ENV_ASYNC) == "1")
     engines = Engines(runner)
     while True:
         try:
@@ -163,6 +177,7 @@ def sampling_params(request: Request) -> Any:
     from vllm import SamplingParams
 
     options: dict[str, Any] = {"temperature": 0, "max_tokens": request.max_tokens, "logprobs": -1, "ignore_eos": True}
+    options["detokenize"] = False  # otherwise the text of the whole vocabulary is made for every token
     return SamplingParams(**(options | dict(request.sampling)))
 
 
@@ -192,6 +207,17 @@ def logprob_rows(rows: Sequence[Any]) -> np.ndarray:
         for token, entry in entries.items():
             row[token] = entry.logprob
     return table
+
+
+def scheduler_of(engines: Engines, config: EngineConfig) -> Any:
+    """The scheduler of an in-process engine."""
+    return engines.get(config).llm_engine.engine_core.engine_core.scheduler
+
+
+def consumer_swa_groups(scheduler: Any) -> list[int]:
+    """KV cache groups of the consumers' sliding windows, by layer name and not by what the plugin makes of them."""
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    return [i for i, group in enumerate(groups) if any(name.endswith(".swa_attn") for name in group.layer_names)]
 
 
 def computed_rows(engines: Engines, config: EngineConfig) -> list[int]:

@@ -745,6 +745,7 @@ def test_engine_equals_runner_v1(tmp_path: Path, v1: dict[str, Any], model: Path
     assert_same_outputs(v1, v2)
 
 
+@pytest.mark.slow
 def test_processes_inherit_the_runner(tmp_path: Path, v1: dict[str, Any], model: Path) -> None:
     """The engine core and the worker are processes of their own, set up by nothing but the environment."""
     from vllm_yoco.testing import runner_v2_cpu

@@ -1,4 +1,4 @@
-"""Model cost: closed forms against enumeration over the model's own tensors, and the recorded DeepSeek numbers."""
+"""Cost of a model: closed forms against enumeration over its tensors, and the recorded DeepSeek numbers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.test_inspect import FLASH, FLASH_SIZES, PARTITIONS
 from vllm_yoco.cost import FlopsEstimator, query_rows_and_pairs
 from vllm_yoco.model_cost import DeepseekCost, Prefill, PrefillCost, YocoCost, deepseek_cost_config
 from vllm_yoco.models.checkpoint import parameter_shapes, read_model_config
@@ -34,32 +35,15 @@ CONFIGS |= {
 }
 REFERENCE: dict[str, Any] = json.loads((DATA / "reference" / "cost_public.json").read_text())
 V41_COST: dict[str, Any] = REFERENCE["configs"]["v41_flash"]
-V41_TOPOLOGY: dict[str, Any] = json.loads((DATA / "reference" / "cache_partition.json").read_text())["models"]
+SIX_LAYERS: dict[str, Any] = PARTITIONS["models"]["six_layers"]
 V41: dict[str, Any] = {
     "model_type": "deepseek_v41",
     "quantization_config": {"quant_method": "fp8"},
-    "text_config": {
-        **V41_TOPOLOGY["v41_flash"],
-        "hidden_size": 5120,
-        "vocab_size": 129280,
-        "moe_intermediate_size": 2304,
-        "num_experts_per_tok": 6,
-        "n_shared_experts": 1,
-        "n_routed_experts": 384,
-        "num_attention_heads": 64,
-        "q_lora_rank": 1280,
-        "o_lora_rank": 1024,
-        "o_groups": 8,
-        "hc_mult": 4,
-        "engram_layer_ids": [1, 14],
-        "engram_n_heads": 8,
-        "engram_head_dim": 256,
-        "engram_max_ngram_size": 4,
-    },
+    "text_config": {**FLASH, **FLASH_SIZES},
 }
 TOY: dict[str, Any] = {
     **V41["text_config"],
-    **V41_TOPOLOGY["six_layers"],
+    **SIX_LAYERS,
     **{"hidden_size": 7, "vocab_size": 11, "moe_intermediate_size": 5, "num_attention_heads": 3},
     **{"sliding_window": 5, "index_topk": 4, "engram_layer_ids": [1]},
 }

@@ -67,6 +67,8 @@ def environment(
 def enable(*, kernels: bool = True, async_scheduling: bool = False) -> None:
     """Make this process, and those it starts, run Model Runner V2 on the CPU. Call before importing vLLM.
 
+    For this process the first call decides; later ones only change what child processes inherit.
+
     Args:
         kernels: False leaves every kernel to the interpreter, the slow reference that replacements must equal.
         async_scheduling: let vLLM schedule a step ahead of the results, as it does by default on a GPU.

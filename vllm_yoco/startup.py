@@ -14,6 +14,7 @@ from vllm_yoco import compat
 from vllm_yoco.config import Truncation, YocoConfig, flag_name
 from vllm_yoco.engine_config import truncation_of, yoco_config_of
 from vllm_yoco.plugins import check_plugins
+from vllm_yoco.topology import check_draft_targets, check_engram_layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -51,10 +52,19 @@ def validate(vllm_config: VllmConfig, process: str = "front end") -> None:
             f"{flag_name('truncation')}={config.truncation}: vllm-yoco does not serve the model {model.model},"
             f" whose model_type is {model.hf_config.model_type}: it must be yoco. Use --yoco-truncation off."
         )
+    check_placement(truncation, vllm_config.model_config.hf_config)
     for refusal in _REFUSALS:
         problem = refusal(vllm_config)
         if problem:
             raise ValueError(f"{problem} (--yoco-truncation is {config.truncation}.)")
+
+
+def check_placement(truncation: Truncation, hf_config: object) -> None:
+    """Layers that a model declares as draft targets or Engram layers (config keys ``draft_target_layers``,
+    ``engram_layers``) must lie where truncation leaves them what they need. Raises ValueError."""
+    topology, mode = truncation.topology, truncation.mode
+    check_draft_targets(topology, getattr(hf_config, "draft_target_layers", None) or (), mode=mode)
+    check_engram_layers(topology, getattr(hf_config, "engram_layers", None) or (), mode=mode)
 
 
 def report(vllm_config: VllmConfig) -> None:

@@ -102,8 +102,10 @@ class Engines:
                 "additional_config": {} if config.truncation == "absent" else {"yoco": yoco},
             }
             if config.ngram_tokens:
+                # Asynchronous scheduling accepts the same drafter under its other name only.
+                asynchronous = os.environ.get("VLLM_YOCO_V2_CPU_ASYNC") == "1"
                 options["speculative_config"] = {
-                    "method": "ngram",
+                    "method": "ngram_gpu" if asynchronous else "ngram",
                     "num_speculative_tokens": config.ngram_tokens,
                     "prompt_lookup_min": 2,
                     "prompt_lookup_max": 4,

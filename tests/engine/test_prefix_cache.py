@@ -17,6 +17,7 @@ from tests.engine.harness import (
     RunnerProcess,
     consumer_swa_groups,
     generate,
+    sampling_params,
     scheduler_of,
     to_result,
 )
@@ -116,8 +117,6 @@ def test_duplicates_in_one_batch(engine, reference, model_dir, chunk_tokens):
 def several(engines: Engines, config: EngineConfig, request: Request) -> list[Result]:
     """One request with n > 1: a result per completion."""
     from vllm.inputs import TokensPrompt
-
-    from tests.engine.harness import sampling_params
 
     prompt = TokensPrompt(prompt_token_ids=list(request.prompt))
     [output] = engines.get(config).generate([prompt], sampling_params(request), use_tqdm=False)

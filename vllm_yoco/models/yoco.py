@@ -32,6 +32,7 @@ from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.model_executor.models.interfaces import EagleModelMixin, SupportsEagle3
 from vllm.model_executor.models.utils import maybe_prefix
 from vllm.sequence import IntermediateTensors
 from vllm.utils.torch_utils import _encode_layer_name
@@ -293,7 +294,7 @@ class ConsumerLayer(nn.Module):
         return self.mlp(hidden), residual
 
 
-class YocoModel(nn.Module):
+class YocoModel(nn.Module, EagleModelMixin):
     def __init__(self, *, vllm_config: VllmConfig, truncation: Truncation, prefix: str = "") -> None:
         super().__init__()
         config: YocoModelConfig = vllm_config.model_config.hf_config
@@ -336,23 +337,38 @@ class YocoModel(nn.Module):
 
     def forward(
         self, input_ids: torch.Tensor | None, positions: torch.Tensor, inputs_embeds: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
+        """Final hidden rows [T, hidden]; with auxiliary layers set, also their inputs, [T, hidden] each.
+
+        Auxiliary index i is the input of layer i (vLLM's EAGLE-3 convention, ``EagleModelMixin``). Up to the boundary
+        all rows are there, above it under compact only the kept rows, at their places among zeros.
+        """
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         residual = None
-        for layer in self.layers[: self.topology.boundary]:
+        # The embedding becomes the residual, which the fused norms add to in place.
+        aux = [hidden.clone()] if 0 in self.aux_hidden_state_layers else []
+        for index, layer in enumerate(self.layers[: self.topology.boundary]):
             hidden, residual = layer(positions, hidden, residual)
+            self._maybe_add_hidden_state(aux, index + 1, hidden, residual)
         if not self.topology.num_consumers:
-            return self.norm(hidden, residual)[0]
+            out = self.norm(hidden, residual)[0]
+            return (out, aux) if aux else out
         shared, residual = self.consumers[0].input_layernorm(hidden, residual)
         self._write_global_kv(positions, shared)
         step = current_step()
         if step is None or not step.compact:
-            return self._run_consumers(positions, shared, residual, step)
-        rows = step.rows
-        with override_forward_context(step.forward_context):
-            kept = self._run_consumers(positions[rows], shared[rows], residual[rows], step)
-        # Nothing reads the dropped rows' outputs; zeros keep the layout that the runner samples from.
-        return kept.new_zeros((shared.shape[0], kept.shape[1])).index_copy_(0, rows, kept)
+            out, consumer_aux = self._run_consumers(positions, shared, residual, step)
+        else:
+            rows = step.rows
+            with override_forward_context(step.forward_context):
+                kept, kept_aux = self._run_consumers(positions[rows], shared[rows], residual[rows], step)
+            # Nothing reads the dropped rows' outputs; zeros keep the layout that the runner samples from.
+            out, *consumer_aux = (
+                values.new_zeros((shared.shape[0], values.shape[1])).index_copy_(0, rows, values)
+                for values in (kept, *kept_aux)
+            )
+        aux += consumer_aux
+        return (out, aux) if aux else out
 
     def _write_global_kv(self, positions: torch.Tensor, shared: torch.Tensor) -> None:
         """Project and store the global KV of every row for every source; ``shared`` is [T, hidden]."""
@@ -365,17 +381,19 @@ class YocoModel(nn.Module):
 
     def _run_consumers(
         self, positions: torch.Tensor, shared: torch.Tensor, residual: torch.Tensor, step: ConsumerStep | None
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Layers [P, N) and the final norm on one layout's rows; ``shared`` is layer P's normed input."""
-        first, *others = self.consumers
-        hidden, residual = first(positions, shared, residual, shared, step)
-        for layer in others:
-            normed, residual = layer.input_layernorm(hidden, residual)
+        aux: list[torch.Tensor] = []
+        normed = shared
+        for index, layer in enumerate(self.consumers, start=self.topology.boundary):
+            if index > self.topology.boundary:
+                normed, residual = layer.input_layernorm(hidden, residual)
             hidden, residual = layer(positions, normed, residual, shared, step)
-        return self.norm(hidden, residual)[0]
+            self._maybe_add_hidden_state(aux, index + 1, hidden, residual)
+        return self.norm(hidden, residual)[0], aux
 
 
-class YocoForCausalLM(nn.Module):
+class YocoForCausalLM(nn.Module, SupportsEagle3):
     """Entry point for vLLM; loads Hugging Face style weights (see ``vllm_yoco.models.checkpoint``)."""
 
     packed_modules_mapping = {
@@ -432,7 +450,7 @@ class YocoForCausalLM(nn.Module):
         positions: torch.Tensor,
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
         return self.model(input_ids, positions, inputs_embeds)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:

@@ -1,0 +1,179 @@
+"""What the scheduler may do to a request: preempt, resume, abort, cut into chunks, run with few or many others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tests.engine.conftest import MAX_LOGPROB_DIFFERENCE, Reference, random_prompt
+from tests.engine.harness import EngineConfig, Engines, Request, RunnerProcess, scheduler_of
+from tests.engine.test_equivalence import MODES, ODD_KEEP, WINDOW, check, requests
+from tests.engine.traffic import Arrival, Served, serve
+from vllm_yoco.testing.runner_v2_cpu import ENV_ASYNC
+
+# The longest request (512 tokens) needs 16 blocks of global KV and 6 of consumer SWA.
+SMALL = {"num_blocks": 26, "max_model_len": 512}
+CROSSING = tuple(
+    Arrival(Request(random_prompt(length, seed=length), max_tokens), at)
+    for length, max_tokens, at in ((150, 80, 0), (130, 70, 0), (190, 90, 2), (60, 100, 3), (95, 40, 9))
+)
+
+
+def check_served(
+    engine: RunnerProcess, reference: Reference, config: EngineConfig, arrivals: tuple[Arrival, ...]
+) -> Served:
+    """Serve, compare every request that was not aborted with the reference, and hand back the record."""
+    served = engine.call(serve, config, arrivals)
+    keep = None if config.truncation == "off" else config.keep_tokens
+    for arrival, result in zip(arrivals, served.results, strict=True):
+        if arrival.abort_at is None:
+            reference.check(config.model, arrival.request, result, keep)
+    return served
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("truncation", MODES)
+def test_preempted_and_resumed(engine, reference, model_dir, truncation, prefix_caching):
+    """A pool just large enough: outputs outgrow it, requests are preempted and recompute prompt and output.
+
+    L stays the prompt's length, so s_keep does not move and the reference of the undisturbed run holds.
+    """
+    config = EngineConfig(model_dir("ced-tiny"), truncation, ODD_KEEP, prefix_caching=prefix_caching, **SMALL)
+    served = check_served(engine, reference, config, CROSSING)
+    assert sum(served.preemptions) >= 2
+    resumed = [(step, index) for step in served.steps for index in step.resumed]
+    # A step of resumed requests alone, and one where they share the step with others.
+    assert any(step.resumed and step.resumed == set(step.rows) for step in served.steps)
+    assert any(step.resumed and step.resumed < set(step.rows) for step in served.steps)
+    # With caching a resumed request finds its own blocks again, up to the same limit.
+    hits = {step.start[index] for step, index in resumed}
+    assert (max(hits) > 0) == prefix_caching
+    for step, index in resumed:
+        assert step.start[index] <= max(0, len(CROSSING[index].request.prompt) - ODD_KEEP)
+
+
+def test_preempted_off(engine, reference, model_dir):
+    config = EngineConfig(model_dir("ced-tiny"), **SMALL)
+    assert sum(check_served(engine, reference, config, CROSSING).preemptions) >= 2
+
+
+def test_growing_prompt_would_be_seen(engine, reference, model_dir):
+    """Negative control: were L to grow with the output on resumption, the comparison above would fail."""
+    config = EngineConfig(model_dir("ced-tiny"), "compact", ODD_KEEP, **SMALL)
+    served = engine.call(serve, config, CROSSING)
+    grown = 10
+    seen = 0
+    for arrival, result, preemptions in zip(CROSSING, served.results, served.preemptions, strict=True):
+        length = len(arrival.request.prompt)
+        if not preemptions or length <= ODD_KEEP:
+            continue
+        tokens = [*arrival.request.prompt, *result.tokens]
+        other = reference.logprobs(config.model, tokens, length + grown, ODD_KEEP)[length + grown - 1 : -1]
+        assert np.abs(result.logprobs[grown:] - other).max() > 10 * MAX_LOGPROB_DIFFERENCE
+        seen += 1
+    assert seen
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_abort_in_mid_prefill(engine, reference, model_dir, prefix_caching):
+    """The aborted prompt's blocks go to requests that could not be admitted before."""
+    config = EngineConfig(model_dir("ced-tiny"), "compact", ODD_KEEP, prefix_caching=prefix_caching, **SMALL)
+    arrivals = (
+        Arrival(Request(random_prompt(500, seed=51)), abort_at=4),
+        Arrival(Request(random_prompt(300, seed=52), max_tokens=40), at=1),
+        Arrival(Request(random_prompt(250, seed=53), max_tokens=40), at=1),
+    )
+    served = check_served(engine, reference, config, arrivals)
+    steps_of = [[i for i, step in enumerate(served.steps) if request in step.rows] for request in range(3)]
+    assert steps_of[0] == [0, 1, 2, 3], "aborted after 4 of its 6 chunks"
+    assert min(steps_of[1]) == 4
+
+
+@pytest.mark.parametrize("truncation", MODES)
+def test_long_prefill_threshold(engine, reference, model_dir, truncation):
+    """Chunks of several prompts share a step, each of its own length."""
+    options = (("long_prefill_token_threshold", 40),)
+    config = EngineConfig(model_dir("ced-tiny"), truncation, ODD_KEEP, options=options)
+    arrivals = tuple(
+        Arrival(Request(random_prompt(length, seed=length), max_tokens), at)
+        for length, max_tokens, at in ((300, 12, 0), (211, 30, 0), (130, 6, 1), (97, 20, 2), (400, 6, 3))
+    )
+    served = check_served(engine, reference, config, arrivals)
+    prompts = [len(arrival.request.prompt) for arrival in arrivals]
+    prefills = [[n for i, n in step.rows.items() if step.start[i] < prompts[i]] for step in served.steps]
+    assert any(chunks.count(40) == 2 and len(chunks) == 3 for chunks in prefills)
+
+
+@pytest.mark.parametrize("truncation", MODES)
+@pytest.mark.parametrize("keep_tokens", [WINDOW + 1, ODD_KEEP])
+def test_one_block_a_step(engine, reference, model_dir, truncation, keep_tokens):
+    config = EngineConfig(model_dir("ced-tiny"), truncation, keep_tokens, chunk_tokens=32)
+    lengths = (1, 31, 32, 33, 64, 65, 170, 256, 257)
+    served = check_served(engine, reference, config, tuple(Arrival(request) for request in requests(lengths)))
+    assert max(sum(step.rows.values()) for step in served.steps) == 32
+
+
+@pytest.mark.parametrize("truncation", MODES)
+def test_few_requests_in_many_slots(engine, reference, model_dir, truncation):
+    config = EngineConfig(model_dir("ced-tiny"), truncation, ODD_KEEP, chunk_tokens=1024, max_num_seqs=64)
+    check_served(engine, reference, config, tuple(Arrival(r) for r in requests((300, 72, 20), max_tokens=30)))
+
+
+@pytest.mark.parametrize("truncation", MODES)
+def test_batch_shrinks_from_eight_to_one(engine, reference, model_dir, truncation):
+    config = EngineConfig(model_dir("ced-tiny"), truncation, ODD_KEEP, chunk_tokens=1024)
+    lengths = (300, 20, 72, 150, 71, 201, 96, 40)
+    arrivals = tuple(
+        Arrival(Request(random_prompt(length, seed=length), 3 + 5 * i)) for i, length in enumerate(lengths)
+    )
+    served = check_served(engine, reference, config, arrivals)
+    decodes = [len(step.rows) for step in served.steps if max(step.rows.values()) == 1]
+    assert sorted(set(decodes)) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("truncation", MODES)
+def test_lengths_at_the_edges_alone(engine, reference, model_dir, truncation):
+    """Nobody else in the batch; 97 and 193 leave a last chunk of one token."""
+    config = EngineConfig(model_dir("ced-tiny"), truncation, ODD_KEEP)
+    lengths = (1, 2, WINDOW - 1, WINDOW, WINDOW + 1, ODD_KEEP - 1, ODD_KEEP, ODD_KEEP + 1, 96, 97, 192, 193)
+    for request in requests(lengths, max_tokens=3):
+        served = check_served(engine, reference, config, (Arrival(request),))
+        length = len(request.prompt)
+        chunks = [96] * (length // 96) + [length % 96] * (length % 96 > 0)
+        assert [step.rows[0] for step in served.steps] == chunks + [1, 1]
+
+
+@pytest.mark.parametrize("keep_tokens", [WINDOW + 1, ODD_KEEP])
+@pytest.mark.parametrize("truncation", MODES)
+def test_long_outputs(engine, reference, model_dir, truncation, keep_tokens):
+    """Decoding leaves the prompt's window behind and crosses three blocks, at different offsets to s_keep."""
+    config = EngineConfig(model_dir("ced-tiny"), truncation, keep_tokens, chunk_tokens=1024)
+    batch = requests((keep_tokens + 1, 160, 171, 300), max_tokens=100)
+    check(engine, reference, config, batch)
+
+
+@pytest.fixture(scope="module")
+def asynchronous() -> Iterator[RunnerProcess]:
+    """V2 with steps scheduled ahead of results, its default on a GPU. V1 cannot do so on a CPU."""
+    process = RunnerProcess("v2", {ENV_ASYNC: "1"})
+    yield process
+    process.close()
+
+
+def scheduler_name(engines: Engines, config: EngineConfig) -> str:
+    return type(scheduler_of(engines, config)).__name__
+
+
+@pytest.mark.parametrize("truncation", MODES)
+def test_asynchronous_scheduling(asynchronous, reference, model_dir, truncation):
+    config = EngineConfig(model_dir("ced-tiny"), truncation, ODD_KEEP)
+    assert asynchronous.call(scheduler_name, config) == "AsyncScheduler"
+    check(asynchronous, reference, config, requests())
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_asynchronous_preemption(asynchronous, reference, model_dir, prefix_caching):
+    config = EngineConfig(model_dir("ced-tiny"), "compact", ODD_KEEP, prefix_caching=prefix_caching, **SMALL)
+    assert sum(check_served(asynchronous, reference, config, CROSSING).preemptions) >= 2

@@ -3,9 +3,10 @@
 
     python examples/offline_compare.py [MODEL]
 
-MODEL is a checkpoint directory of the ``yoco`` family (default: random weights in the shape of ``ced-tiny``). Greedy
-decoding is compared token by token, and the distribution of the first token over the whole vocabulary. Results follow
-a table of rows that each consumer layer ran on. Prefix caching is off, so that each run computes every prompt.
+MODEL is a checkpoint directory of the ``yoco`` family (default: random weights in the shape of ``ced-tiny``). For
+each setting the table has the prefill rows that one consumer layer ran on, summed over the prompts, how many greedy
+completions equal those of ``off``, and how far the first token's distribution is off over the whole vocabulary.
+Prefix caching is off, so that each run computes every prompt.
 """
 
 from __future__ import annotations

@@ -17,11 +17,11 @@ its K. Its completions are compared with those of one engine that did everything
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 import tempfile
 import time
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import torch
@@ -30,8 +30,11 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-MODULE = Path(__file__).stem if __name__ in ("__main__", "__mp_main__") else __name__
+MODULE = Path(__file__).stem if __name__ == "__main__" else __name__
 """Where vLLM finds ``CpuTieringSpec``."""
+
+PROMPTS = [topics[name][:length] for name, length in (("strings", 900), ("import", 700), ("execmodel", 20))]
+MAX_TOKENS = 16
 
 
 class TorchCopyWorker(OffloadingWorker):
@@ -94,12 +97,95 @@ class CpuTieringSpec(TieringOffloadingSpec):
         return self._worker
 
 
-def kv_transfer_config(directory: str, *, on_cpu: bool, memory: int = 2**26) -> dict[str, Any]:
+def kv_transfer_config(directory: str | Path, *, on_cpu: bool, memory: int = 2**26) -> dict[str, Any]:
     """vLLM's ``--kv-transfer-config``: ``memory`` bytes of host memory in front of ``directory``."""
-    spec = {"spec_name": "CpuTieringSpec", "spec_module_path": MODULE} if on_cpu else {"spec_name": "TieringOffloadingSpec"}
-    tiers = [{"type": "fs", "root_dir": directory, "n_read_threads": 1, "n_write_threads": 1}]
+    own_spec = {"spec_name": "CpuTieringSpec", "spec_module_path": MODULE}
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": spec | {"cpu_bytes_to_use": memory, "secondary_tiers": tiers},
+        "kv_connector_extra_config": {
+            **(own_spec if on_cpu else {"spec_name": "TieringOffloadingSpec"}),
+            "cpu_bytes_to_use": memory,
+            "secondary_tiers": [{"type": "fs", "root_dir": str(directory), "n_read_threads": 1, "n_write_threads": 1}],
+        },
     }
+
+
+def random_model(directory: Path) -> str:
+    from vllm_yoco.models import checkpoint
+    from vllm_yoco.presets import find_model_config
+
+    config = checkpoint.read_model_config(find_model_config("ced-tiny"))
+    checkpoint.save_checkpoint(directory, config, checkpoint.random_state_dict(config, seed=0))
+    return str(directory)
+
+
+def start_engine(model: str, keep_tokens: int | str, directory: Path | None = None) -> Any:
+    """An engine in a process of its own; with ``directory`` it stores KV there and loads it from there."""
+    from vllm import LLM
+    from vllm.platforms import current_platform
+
+    transfer = {}
+    if directory is not None:
+        transfer["kv_transfer_config"] = kv_transfer_config(directory, on_cpu=current_platform.is_cpu())
+    return LLM(
+        model,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=2048,
+        kv_cache_memory_bytes=2**28,
+        max_logprobs=-1,
+        additional_config={"yoco": {"truncation": "compact", "keep_tokens": keep_tokens}},
+        **transfer,
+    )
+
+
+def generate(llm: Any, max_tokens: int) -> list[Any]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=-1, ignore_eos=True)
+    return llm.generate(PROMPTS, sampling, use_tqdm=False)
+
+
+def wait_for_files(directory: Path, count: int, seconds: float = 60) -> None:
+    """Stores go on after the answer: wait until the prefill engine has written ``count`` blocks."""
+    deadline = time.monotonic() + seconds
+    while sum(1 for _ in directory.rglob("*.bin")) < count:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"fewer than {count} blocks in {directory} after {seconds:.0f} s")
+        time.sleep(0.1)
+
+
+def difference(ours: Any, theirs: Any) -> float:
+    """Largest difference of the log-probabilities of all generated tokens, in nats."""
+    pairs = zip(ours.logprobs, theirs.logprobs, strict=True)
+    return max(abs(a[token].logprob - b[token].logprob) for a, b in pairs for token in a)
+
+
+def main() -> int:
+    lines = [f"{'prompt tokens':>13}{'loaded':>9}{'completion':>13}{'max |delta logprob|':>22}"]
+    failed = False
+    with tempfile.TemporaryDirectory() as folder:
+        shared = Path(folder) / "kv"
+        model = sys.argv[1] if len(sys.argv) > 1 else random_model(Path(folder) / "ced-tiny")
+
+        prefill, decode = start_engine(model, "exact", shared), start_engine(model, "min", shared)
+        prefilled = generate(prefill, max_tokens=1)
+        block_size = prefill.llm_engine.vllm_config.cache_config.block_size
+        wait_for_files(shared, sum(len(output.prompt_token_ids) // block_size for output in prefilled))
+        decoded = generate(decode, MAX_TOKENS)
+        del prefill, decode
+
+        expected = generate(start_engine(model, "min"), MAX_TOKENS)
+        for ours, theirs in zip(decoded, expected, strict=True):
+            equal = ours.outputs[0].token_ids == theirs.outputs[0].token_ids
+            delta = difference(ours.outputs[0], theirs.outputs[0])
+            failed |= not equal or delta > 1e-3
+            length, loaded = len(ours.prompt_token_ids), ours.num_cached_tokens
+            lines.append(f"{length:>13}{loaded:>9}{'equal' if equal else 'different':>13}{delta:>22.1e}")
+    print("\n".join(lines))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -4,9 +4,9 @@ The model (``configs/models/ced-byte-small.json``) has 4 sliding-window producer
 KV and a sliding window of its own, W = 128. Producers reach 4 (W - 1) = 508 bytes back at most, so what lies farther
 away can only be read from the global KV. Half of the training bytes are real text, the other half a recall task:
 
-    @kfw=482;                   a record, scattered among the lines of text: three letters, three digits
-    ?kfw=482;                   a question, anywhere after its record; the three digits are the answer
-    ...text...\\n?kfw=          a prompt of the evaluation, answered by the next three bytes
+    @kfw482;                    a record, scattered among the lines of text: three letters, three digits
+    ?kfw482;                    a question, anywhere after its record; the three digits are the answer
+    ...text...\\n?kfw           a prompt of the evaluation, answered by the next three bytes
 
 Text is the documentation in ``pydoc_data.topics``, which every CPython carries (PSF licence); repeated paragraphs are
 dropped, the last tenth is held out. Records and questions are drawn per sequence. Bytes that cannot be predicted (a
@@ -53,7 +53,7 @@ from vllm_yoco.models.reference import DenseYoco
 CONFIG = Path(__file__).parents[1] / "configs/models/ced-byte-small.json"
 VARIANTS = ("plain", "replay")
 KEY_BYTES = ANSWER_BYTES = 3
-RECORD_BYTES = QUESTION_BYTES = len(b"@kfw=482;")
+RECORD_BYTES = QUESTION_BYTES = len(b"@kfw482;")
 ANSWER_WEIGHT = 4.0
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -118,13 +118,10 @@ def make_training_sample(rng: Generator, length: int, text: Bytes, starts: np.nd
             if len(taken) == records or (taken and rng.random() < 0.5):
                 key = list(taken)[rng.integers(len(taken))]
                 sample.add(b"?" + key, 0.0)
-                sample.add(b"=", 1.0)
                 sample.add(taken[key], ANSWER_WEIGHT)
             else:
                 key = new_record(rng, taken)
-                sample.add(b"@" + key, 0.0)
-                sample.add(b"=", 1.0)
-                sample.add(taken[key], 0.0)
+                sample.add(b"@" + key + taken[key], 0.0)
             sample.add(b";", 1.0)
         if events:
             sample.add(b"\n", 0.0)
@@ -136,7 +133,7 @@ class RecallExample:
     """A prompt of the evaluation: the digits of one of its records are the answer.
 
     Attributes:
-        prompt: tokens, ending in ``?kfw=``.
+        prompt: tokens, ending in ``?kfw``.
         answer: ``ANSWER_BYTES`` tokens.
         gap: distance in tokens from the record to the question about it.
     """
@@ -152,10 +149,10 @@ def make_recall_example(
     """A prompt of exactly ``length`` tokens: text with records between its lines, then one question.
 
     Args:
-        gap: from 10 (the record is the last line) to length - 6 (the first); None for any.
+        gap: from 9 (the record is the last line) to length - 5 (the first); None for any.
         records: number of records, the one in question included; fewer where they do not fit.
     """
-    line, tail = RECORD_BYTES + 1, len(b"?kfw=")
+    line, tail = RECORD_BYTES + 1, len(b"?kfw")
     if gap is None:
         gap = int(rng.integers(line, length - tail))
     if not line <= gap <= length - tail - 1:
@@ -167,7 +164,7 @@ def make_recall_example(
     before, between = (
         filler(rng, size, count, text, taken) for size, count in zip(sizes, (first, records - 1 - first), strict=True)
     )
-    body = before + b"@" + key + b"=" + taken[key] + b";\n" + between + b"?" + key + b"="
+    body = before + b"@" + key + taken[key] + b";\n" + between + b"?" + key
     return RecallExample([BOS, *body], list(taken[key]), gap)
 
 
@@ -181,7 +178,7 @@ def filler(rng: Generator, size: int, records: int, text: Bytes, taken: dict[byt
     lines = text[start : start + plain - 1].tobytes().decode("latin-1").split("\n")
     for place in sorted(rng.integers(0, len(lines), records), reverse=True):
         key = new_record(rng, taken)
-        lines.insert(int(place), f"@{key.decode()}={taken[key].decode()};")
+        lines.insert(int(place), f"@{key.decode()}{taken[key].decode()};")
     return ("\n".join(lines) + "\n").encode("latin-1")
 
 
@@ -221,7 +218,7 @@ class Plan:
     steps: int = 1000
     seed: int = 0
     batch_tokens: int = 2048
-    lengths: tuple[tuple[float, int], ...] = ((0.5, 256), (0.8, 512), (1.0, 1024))
+    lengths: tuple[tuple[float, int], ...] = ((0.4, 256), (0.8, 512), (1.0, 1024))
     replay_from: float = 0.7
     matrix_rate: float = 3e-3
     vector_rate: float = 3e-3

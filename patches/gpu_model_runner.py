@@ -61,14 +61,17 @@ def _step_inputs(runner: Any, truncation: Any, call: dict[str, Any]) -> Any:
     batch = runner.input_batch
     num_prompt_tokens = batch.num_prompt_tokens[:num_reqs].astype(np.int64)
     start = batch.num_computed_tokens_cpu[:num_reqs].astype(np.int64)
-    requests = [runner.requests[req_id] for req_id in batch.req_ids[:num_reqs]]
+    keep_all = np.zeros(num_reqs, dtype=bool)
+    if truncation.prompt_logprobs == "full":
+        requests = (runner.requests[req_id] for req_id in batch.req_ids[:num_reqs])
+        keep_all[:] = [keeps_every_row(request.sampling_params, "full") for request in requests]
     seq_lens_cpu = runner.optimistic_seq_lens_cpu[:num_shown]
     group_ids = range(len(runner.kv_cache_config.kv_cache_groups))
     return StepInputs(
         num_prompt_tokens=num_prompt_tokens,
         start=start,
         query_start_loc=runner.query_start_loc.np[: num_reqs + 1],
-        keep_all=np.array([keeps_every_row(r.sampling_params, truncation.prompt_logprobs) for r in requests]),
+        keep_all=keep_all,
         seq_lens=runner.seq_lens[:num_shown],
         seq_lens_cpu=seq_lens_cpu,
         positions=runner.positions,

@@ -1,7 +1,7 @@
-"""Cap prefix-cache hits at L - K, and count what truncation does.
+"""Cap prefix-cache hits and KV connector hits at L - K, and count what truncation does.
 
-Target: ``vllm.v1.core.sched.scheduler.Scheduler.__init__`` (after it; wraps ``schedule`` and the KV cache manager's
-    look-up on the instance).
+Target: ``vllm.v1.core.sched.scheduler.Scheduler.__init__`` (after it; wraps ``schedule``, the KV cache manager's
+    look-up and the KV connector's, each on the instance).
 Reason: the last K prompt rows must be recomputed to rebuild consumer SWA; vLLM has no per-model limit on the length of
     a prefix hit. Counting has no hook in the engine core. Nothing is touched unless a mode is on for the model served.
 Tested with: vLLM 0.32.0.
@@ -29,9 +29,12 @@ def install() -> None:
 
         truncation = truncation_of(vllm_config)
         if truncation is not None and truncation.active:
+            from vllm_yoco.connectors import ExternalHitCap
             from vllm_yoco.kv_cache import PrefixHitCap
 
             cap = PrefixHitCap(self.kv_cache_manager, truncation.keep_tokens)
+            if self.connector is not None:
+                ExternalHitCap(self.connector, truncation.keep_tokens, self.block_size, cap)
             if self.log_stats:
                 _count_steps(self, truncation, cap)
 

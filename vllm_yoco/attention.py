@@ -112,8 +112,9 @@ class ClippedBuilderMixin:
         earlier owner left there survives; ``ConsumerSlidingAttention`` clears such blocks first.
         """
         block_size = self.kv_cache_spec.block_size  # type: ignore[attr-defined]
-        first_cells = slot_mapping[(slot_mapping % block_size == 0) & (slot_mapping >= 0)]
-        return first_cells // block_size if len(first_cells) else None
+        slots = slot_mapping.numpy()
+        first_cells = slots[(slots % block_size == 0) & (slots >= 0)]
+        return torch.from_numpy(first_cells // block_size) if len(first_cells) else None
 
     def _clipped(self, common: CommonAttentionMetadata, view: WindowView) -> CommonAttentionMetadata:
         upper_bound = common.seq_lens_cpu_upper_bound

@@ -66,6 +66,11 @@ class PrefixHitCap:
         kv_cache_manager.coordinator.find_longest_cache_hit = self._find_longest_cache_hit
         kv_cache_manager.get_computed_blocks = self._get_computed_blocks
 
+    def lose(self, request_id: str, rows: int) -> None:
+        """Note that a hit could have been ``rows`` longer."""
+        # Local and external hits end at the same limit, so rows found in both places are the same rows.
+        self._lost[request_id] = max(rows, self._lost.get(request_id, 0))
+
     def take_lost_rows(self, request_id: str) -> int:
         """Cached rows that the cap made this request compute again, once per look-up."""
         return self._lost.pop(request_id, 0)
@@ -86,5 +91,5 @@ class PrefixHitCap:
         finally:
             self._limit = None
         if self._last_lost > 0:
-            self._lost[request.request_id] = self._last_lost
+            self.lose(request.request_id, self._last_lost)
         return found

@@ -102,8 +102,23 @@ def describe(truncation: Truncation, vllm_config: VllmConfig) -> str:
         parts.append(f"prefill layer rows removed: {', '.join(shares)}")
     else:
         parts.append("every row is computed, nothing is saved")
+    parts.append(_kv_bytes(truncation, vllm_config))
     parts.append(f"prompt_logprobs: {truncation.prompt_logprobs}")
     return "; ".join(parts)
+
+
+def _kv_bytes(truncation: Truncation, vllm_config: VllmConfig) -> str:
+    """What prefix caching and stores keep of a token, and what they do not, summed over ranks."""
+    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+
+    config, topology = vllm_config.model_config.hf_config, truncation.topology
+    dtype = kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, vllm_config.model_config)
+    layer = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
+    producers, global_kv = topology.boundary * layer, len(topology.kv_source_layers) * layer
+    return (
+        f"KV bytes per token persisted: {producers + global_kv} (producers {producers}, global KV {global_kv}),"
+        f" not persisted: {len(topology.swa_layers) * layer} (consumer SWA)"
+    )
 
 
 def _hybrid_kv_cache(vllm_config: VllmConfig) -> str | None:
@@ -177,15 +192,9 @@ def _kv_sharing_fast_prefill(vllm_config: VllmConfig) -> str | None:
 
 
 def _kv_connector(vllm_config: VllmConfig) -> str | None:
-    transfer = vllm_config.kv_transfer_config
-    if transfer is None or transfer.kv_connector is None:
-        return None
-    offloads = vllm_config.cache_config.kv_offloading_size is not None
-    flag = "--kv-offloading-size" if offloads else "--kv-transfer-config"
-    return (
-        f"{flag} (connector {transfer.kv_connector}): the transfer of consumer SWA is not supported yet, and"
-        " KV from elsewhere may end inside the rows that must be recomputed. Leave the flag out."
-    )
+    from vllm_yoco import connectors
+
+    return connectors.refusal(vllm_config)
 
 
 def _drafts(vllm_config: VllmConfig) -> str | None:

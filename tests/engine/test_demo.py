@@ -1,4 +1,4 @@
-"""``vllm-yoco demo`` as a user runs it: a full run, a server that cannot start, and signals."""
+"""``vllm-yoco demo`` as a user runs it: a full run, a server that cannot start, signals. And the offline example."""
 
 from __future__ import annotations
 
@@ -14,19 +14,25 @@ import pytest
 
 from vllm_yoco.tools.server import ServerError, running_server
 
+ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "vllm_yoco.tools.cli", "demo", "--config", "ced-tiny", "--prompt-tokens", "600"]
 
 pytestmark = pytest.mark.slow
 
 
+def environment(**extra: str) -> dict[str, str]:
+    """Without what other tests set, and without a core of one's own: engines in parallel would share one."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "TRITON_"))}
+    return inherited | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} | extra
+
+
 def start(logs: Path, *arguments: str) -> subprocess.Popen[str]:
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "TRITON_"))}
     return subprocess.Popen(
         [*COMMAND, "--log-dir", str(logs), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={"OMP_NUM_THREADS": "1", **env},
+        env=environment(),
     )
 
 
@@ -58,7 +64,9 @@ def test_full_run(tmp_path: Path) -> None:
     assert re.search(r"time to first token, best of 3 +\d+\.\d{3} s +\d+\.\d{3} s\n", out)
     assert re.search(r"kept rows K +25 \(min\), approximate; lossless from 93\n", out)
     assert re.search(r"continuation +(all 32 greedy tokens agree|greedy tokens agree up to token \d+ of 32)\n", out)
-    assert re.search(r"first token +log-probabilities differ by at most [\d.e-]+ nat \(\d+ tokens in both top 20\)", out)
+    assert re.search(
+        r"first token +log-probabilities differ by at most [\d.e-]+ nat \(\d+ tokens in both top 20\)", out
+    )
     assert out.count("usage 600 prompt + 32 completion tokens") == 2
     assert out.splitlines()[-1].startswith("ok: rows as planned in every layer, all log-probabilities finite")
     assert left_over(tmp_path) == []
@@ -79,10 +87,8 @@ def test_server_that_cannot_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "code", "when"),
     [
-        # The worker process exists when weights are loaded; requests are served after the last of these lines.
-        (signal.SIGINT, 130, "YOCO truncation compact"),
-        (signal.SIGTERM, 143, "Loading weights took"),
-        (signal.SIGHUP, 129, "Application startup complete"),
+        (signal.SIGINT, 130, "YOCO truncation compact"),  # one process
+        (signal.SIGTERM, 143, "Application startup complete"),  # all of them
     ],
 )
 def test_a_signal_leaves_no_process(tmp_path: Path, number: signal.Signals, code: int, when: str) -> None:
@@ -98,8 +104,20 @@ def test_a_signal_leaves_no_process(tmp_path: Path, number: signal.Signals, code
 
 
 def test_server_that_is_too_slow(tmp_path: Path) -> None:
-    with pytest.raises(ServerError, match="not healthy within 1 s") as error:
-        with running_server(["no-such-model"], log=tmp_path / "log", timeout_seconds=1):
-            pytest.fail("it cannot be healthy")
-    assert isinstance(error.value.log_tail, str)
+    server = running_server(["no-such-model"], log=tmp_path / "log", timeout_seconds=1)
+    with pytest.raises(ServerError, match="not healthy within 1 s"), server:
+        pytest.fail("it cannot be healthy")
     assert left_over(tmp_path) == []
+
+
+def test_offline_example() -> None:
+    env = environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
+    command = [sys.executable, str(ROOT / "examples" / "offline_compare.py")]
+    result = subprocess.run(command, capture_output=True, text=True, env=env, timeout=500)
+    assert result.returncode == 0, result.stderr
+    off, least, exact = result.stdout.splitlines()[-3:]
+    # <bos> and 900, 700 and 20 bytes; W = 24, four layers with a window of their own
+    assert off.split()[1] == f"{901 + 701 + 21:,}"
+    assert least.split()[3] == str(25 + 25 + 21)
+    assert exact.split()[3] == str(93 + 93 + 21)
+    assert "3 of 3" in exact and float(exact.split()[-1]) < 1e-4 < float(least.split()[-1])

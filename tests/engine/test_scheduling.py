@@ -20,6 +20,11 @@ CROSSING = tuple(
     for length, max_tokens, at in ((150, 80, 0), (130, 70, 0), (190, 90, 2), (60, 100, 3), (95, 40, 9))
 )
 
+# The second request is preempted by the first and finds room again only when it is alone.
+ALONE = tuple(
+    Arrival(Request(random_prompt(length, seed=length), max_tokens)) for length, max_tokens in ((250, 100), (215, 80))
+)
+
 
 def check_served(
     engine: RunnerProcess, reference: Reference, config: EngineConfig, arrivals: tuple[Arrival, ...]
@@ -43,15 +48,23 @@ def test_preempted_and_resumed(engine, reference, model_dir, truncation, prefix_
     config = EngineConfig(model_dir("ced-tiny"), truncation, ODD_KEEP, prefix_caching=prefix_caching, **SMALL)
     served = check_served(engine, reference, config, CROSSING)
     assert sum(served.preemptions) >= 2
-    resumed = [(step, index) for step in served.steps for index in step.resumed]
-    # A step of resumed requests alone, and one where they share the step with others.
-    assert any(step.resumed and step.resumed == set(step.rows) for step in served.steps)
+    # Some step holds resumed requests next to others.
     assert any(step.resumed and step.resumed < set(step.rows) for step in served.steps)
-    # With caching a resumed request finds its own blocks again, up to the same limit.
-    hits = {step.start[index] for step, index in resumed}
-    assert (max(hits) > 0) == prefix_caching
-    for step, index in resumed:
-        assert step.start[index] <= max(0, len(CROSSING[index].request.prompt) - ODD_KEEP)
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("truncation", MODES)
+def test_resumed_alone(engine, reference, model_dir, truncation, prefix_caching):
+    """A step of resumed requests only: none is new to the worker, none was in the step before.
+
+    With caching the request finds its own blocks again, no further than the limit of its prompt.
+    """
+    config = EngineConfig(model_dir("ced-tiny"), truncation, ODD_KEEP, prefix_caching=prefix_caching, **SMALL)
+    served = check_served(engine, reference, config, ALONE)
+    assert served.preemptions == [0, 1]
+    [step] = [step for step in served.steps if step.resumed]
+    assert set(step.rows) == step.resumed == {1}
+    assert step.start[1] == ((215 - ODD_KEEP) // 32 * 32 if prefix_caching else 0)
 
 
 def test_preempted_off(engine, reference, model_dir):

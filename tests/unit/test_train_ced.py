@@ -74,28 +74,28 @@ def test_training_samples_are_deterministic_and_every_answer_has_its_record_befo
         content = bytes(sample.tokens[1:])
         answers = [i for i, weight in enumerate(sample.weights) if weight == ced.ANSWER_WEIGHT]
         for first in answers[:: ced.ANSWER_BYTES]:
-            question = content[first - 6 : first + 2]
+            question = content[first - 5 : first + 2]
             assert question.startswith(b"?")
-            assert content.find(b"@" + question[1:]) in range(first - 6)
+            assert content.find(b"@" + question[1:]) in range(first - 5)
             questions += 1
     assert questions > 50
 
 
-@pytest.mark.parametrize("length, gap", [(64, 10), (64, 58), (300, 150), (2048, 1900), (512, None)])
+@pytest.mark.parametrize("length, gap", [(64, 9), (64, 59), (300, 150), (2048, 1900), (512, None)])
 def test_recall_example_has_its_length_gap_and_answer(length: int, gap: int | None) -> None:
     example = ced.make_recall_example(np.random.default_rng(3), length, text=HELD_OUT, gap=gap)
     content = bytes(example.prompt[1:])
     assert len(example.prompt) == length and example.prompt[0] == BOS
     assert example.gap == gap or gap is None
-    assert content[-5:-4] == b"?" and content.endswith(b"=")
-    record = content.find(b"@" + content[-4:] + bytes(example.answer) + b";\n")
-    assert record == len(content) - 5 - example.gap
-    assert content.count(b"@" + content[-4:]) == 1
+    assert content[-4:-3] == b"?"
+    record = content.find(b"@" + content[-3:] + bytes(example.answer) + b";\n")
+    assert record == len(content) - 4 - example.gap
+    assert content.count(b"@" + content[-3:]) == 1
 
 
-@pytest.mark.parametrize("gap", [9, 59])
+@pytest.mark.parametrize("gap", [8, 60])
 def test_recall_example_refuses_a_gap_that_does_not_fit(gap: int) -> None:
-    with pytest.raises(ValueError, match=r"must lie in 10\.\.58"):
+    with pytest.raises(ValueError, match=r"must lie in 9\.\.59"):
         ced.make_recall_example(np.random.default_rng(0), 64, text=HELD_OUT, gap=gap)
 
 
@@ -182,7 +182,7 @@ def test_evaluation_counts_exact_answers_under_the_asked_truncation() -> None:
         logits = torch.zeros(*tokens.shape, 260)
         for row, content in zip(logits, tokens.tolist(), strict=True):
             text = bytes(content[1:])
-            answer = text.find(b"@" + text[length - 5 : length - 1]) + 5
+            answer = text.find(b"@" + text[length - 4 : length - 1]) + 4
             for i in range(ced.ANSWER_BYTES):
                 row[length - 1 + i, text[answer + i]] = 1.0
         return logits

@@ -17,6 +17,7 @@ from vllm_yoco import __version__
 COMMANDS = {
     "inspect": "inspect",
     "cost": "cost",
+    "check": "check",
     "demo": "demo",
     "init-model": "init_model",
 }

@@ -1,0 +1,349 @@
+"""vLLM engines of one model runner in a child process, for commands that compare engines.
+
+The runner is chosen by the environment before vLLM is imported, and an engine gives its memory back for certain only
+when its process ends. So engines live in a child: all of them in one on a CPU, where starting is the slow part; one
+at a time on a GPU, whose memory the next engine needs. Inside the child they run in-process, where the scheduler and
+the model can be reached. A job is a module-level function that takes the child's ``Engines`` first.
+
+    with EngineHost("v1") as host:
+        answers = host.run(spec, generate, prompts, 8)
+
+Teacher forcing. Prompt log-probabilities would make the continuation part of the prompt, and L with it. So the request
+keeps its prompt, and what it samples is replaced: by vLLM's trace replay on runner V2, by a logits processor on V1
+(``check_forced``). Log-probabilities are of the unmodified logits in both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_yoco.tools.server import log_tail
+
+RUNNERS = ("auto", "v1", "v2")
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions as collective_rpc methods, to workers of this child only
+    "VLLM_NO_USAGE_STATS": "1",
+}
+DEFAULTS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+}
+
+JOIN_SECONDS = 20
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What distinguishes one engine from another.
+
+    Attributes:
+        keep_tokens: K in rows.
+        max_model_len: prompt and continuation, in tokens.
+        chunk_tokens: largest step, in tokens; ``generate`` may use less.
+        flags: further engine flags of vLLM, as on its command line. They win over what is chosen here.
+    """
+
+    model: str
+    truncation: str
+    keep_tokens: int
+    dtype: str
+    max_model_len: int
+    chunk_tokens: int
+    max_num_seqs: int = 8
+    flags: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return "off" if self.truncation == "off" else f"{self.truncation} K={self.keep_tokens}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One continuation; ``logprobs`` is [generated tokens, vocabulary] float32."""
+
+    tokens: list[int]
+    logprobs: np.ndarray
+
+
+@dataclass
+class Engines:
+    """The child's engines by specification."""
+
+    runner: str
+    llms: dict[EngineSpec, Any] = field(default_factory=dict)
+
+    def get(self, spec: EngineSpec) -> Any:
+        if spec not in self.llms:
+            from vllm import LLM
+            from vllm.platforms import current_platform
+
+            options: dict[str, Any] = {
+                "model": spec.model,
+                "dtype": spec.dtype,
+                "enforce_eager": True,  # hooks in the model see every step
+                "max_model_len": spec.max_model_len,
+                "max_num_batched_tokens": max(spec.chunk_tokens, spec.max_num_seqs),
+                "max_num_seqs": spec.max_num_seqs,
+                "block_size": 32,
+                "enable_prefix_caching": False,
+                "max_logprobs": -1,
+                "skip_tokenizer_init": True,
+                "disable_log_stats": True,
+                "additional_config": {"yoco": {"truncation": spec.truncation, "keep_tokens": spec.keep_tokens}},
+            }
+            if current_platform.is_cpu():
+                options["gpu_memory_utilization"] = 0.2
+            if self.runner == "v2":
+                options["enable_trace_replay"] = True
+            else:
+                options["logits_processors"] = ["vllm_yoco.tools.check_forced:ForcedTokens"]
+            self.llms[spec] = LLM(**options | _options(spec.flags))
+        return self.llms[spec]
+
+    def scheduler(self, spec: EngineSpec) -> Any:
+        return self.get(spec).llm_engine.engine_core.engine_core.scheduler
+
+    def shut_down(self) -> None:
+        for llm in self.llms.values():
+            with contextlib.suppress(Exception):
+                llm.llm_engine.engine_core.shutdown()
+
+
+class EngineError(RuntimeError):
+    """An engine failed. Carries what the child said last, its traceback or the end of its output."""
+
+    def __init__(self, message: str, details: str) -> None:
+        super().__init__(message)
+        self.details = details
+
+
+class EngineHost:
+    """Runs jobs on engines of one model runner.
+
+    Args:
+        runner: ``v1``, ``v2``, or ``auto`` for vLLM's usual choice: V2 on a GPU, V1 on a CPU.
+        environment: extra variables, in place before vLLM is imported.
+        initializer: called in each child before its first job.
+    """
+
+    def __init__(
+        self,
+        runner: str = "auto",
+        *,
+        environment: dict[str, str] | None = None,
+        initializer: Callable[[], None] | None = None,
+    ) -> None:
+        import torch
+
+        self.on_gpu = torch.cuda.is_available()
+        usual = {"1": "v2", "0": "v1"}.get(os.environ.get("VLLM_USE_V2_MODEL_RUNNER", ""))
+        self.runner = (usual or ("v2" if self.on_gpu else "v1")) if runner == "auto" else runner
+        self._settings = (self.runner, self.on_gpu, environment or {}, initializer)
+        self._log = Path(tempfile.mkstemp(prefix="vllm-yoco-engine-", suffix=".log")[1])
+        self._process: Any = None
+        self._spec: EngineSpec | None = None
+
+    def __enter__(self) -> EngineHost:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+        self._log.unlink(missing_ok=True)
+
+    def run(self, spec: EngineSpec, job: Callable[..., Any], *args: Any) -> Any:
+        """``job(engines, spec, *args)`` in the child.
+
+        Raises:
+            EngineError: the job raised, or the child died.
+        """
+        if self.on_gpu and spec != self._spec:
+            self.close()
+        self._spec = spec
+        return self.call(job, spec, *args)
+
+    def call(self, job: Callable[..., Any], *args: Any) -> Any:
+        """``job(engines, *args)`` in the child, started if there is none. Raises as ``run`` does."""
+        if self._process is None:
+            context = multiprocessing.get_context("spawn")
+            self._connection, child = context.Pipe()
+            self._process = context.Process(target=_serve, args=(child, str(self._log), *self._settings))
+            self._process.start()
+            child.close()
+        try:
+            self._connection.send((job, args))
+            ok, value = self._connection.recv()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            self._process.join(JOIN_SECONDS)
+            code, self._process = self._process.exitcode, None
+            raise EngineError(f"the engine process ended with exit code {code}", log_tail(self._log)) from None
+        if not ok:
+            raise EngineError(*value)
+        return value
+
+    def close(self) -> None:
+        """End the child and its engines."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        self._connection.close()
+        process.join(JOIN_SECONDS)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _serve(
+    connection: Any,
+    log: str,
+    runner: str,
+    on_gpu: bool,
+    environment: dict[str, str],
+    initializer: Callable[[], None] | None,
+) -> None:
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(output, stream.fileno())
+    os.environ.update({**DEFAULTS, **os.environ, **ENVIRONMENT, **environment})
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if runner == "v2" else "0"
+    engines = Engines(runner)
+    try:
+        if runner == "v2" and not on_gpu:
+            from vllm_yoco.testing import runner_v2_cpu
+
+            runner_v2_cpu.enable()
+        if initializer is not None:
+            initializer()
+        failure = None
+    except BaseException as error:
+        failure = _describe(error)
+    while True:
+        try:
+            job, args = connection.recv()
+        except (EOFError, KeyboardInterrupt):
+            break
+        try:
+            connection.send((False, failure) if failure else (True, job(engines, *args)))
+        except KeyboardInterrupt:
+            break
+        except BaseException as error:
+            connection.send((False, _describe(error)))
+    engines.shut_down()
+
+
+def _describe(error: BaseException) -> tuple[str, str]:
+    return f"{type(error).__name__}: {error}", traceback.format_exc()
+
+
+def _options(flags: Sequence[str]) -> dict[str, Any]:
+    """``LLM`` arguments for engine flags. ValueError for flags that vLLM does not know."""
+    if not flags:
+        return {}
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(exit_on_error=False))
+    try:
+        given, defaults = vars(parser.parse_args(list(flags))), vars(parser.parse_args([]))
+    except SystemExit:
+        raise ValueError(f"vLLM does not take the engine flags {' '.join(flags)}") from None
+    return {name: value for name, value in given.items() if value != defaults[name]}
+
+
+def generate(
+    engines: Engines,
+    spec: EngineSpec,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    forced: Sequence[Sequence[int]] | None = None,
+    chunk_tokens: int | None = None,
+) -> list[Answer]:
+    """Continue all prompts together, by the likeliest tokens.
+
+    Args:
+        forced: tokens to continue with instead, per prompt.
+        chunk_tokens: tokens that a step may take, at most ``spec.chunk_tokens``.
+    """
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    llm = engines.get(spec)
+    # A step takes no more, whatever buffers the engine has: another chunking without another engine.
+    engines.scheduler(spec).max_num_scheduled_tokens = chunk_tokens or spec.chunk_tokens
+    parameters = []
+    for index in range(len(prompts)):
+        options: dict[str, Any] = {}
+        if forced is not None and engines.runner == "v2":
+            options["trace_decode_token_ids"] = list(forced[index])
+        elif forced is not None:
+            from vllm_yoco.tools.check_forced import EXTRA_ARGUMENT
+
+            options["extra_args"] = {EXTRA_ARGUMENT: list(forced[index])}
+        parameters.append(
+            SamplingParams(
+                temperature=0,
+                max_tokens=max_tokens if forced is None else len(forced[index]),
+                logprobs=-1,
+                flat_logprobs=True,
+                detokenize=False,
+                ignore_eos=True,
+                **options,
+            )
+        )
+    requests = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
+    outputs = llm.generate(requests, parameters, use_tqdm=False)
+    vocabulary = llm.model_config.get_vocab_size()
+    answers = []
+    for output, prompt_forced in zip(outputs, forced or [None] * len(outputs), strict=True):
+        completion = output.outputs[0]
+        tokens = list(completion.token_ids)
+        if prompt_forced is not None and tokens != list(prompt_forced):
+            raise RuntimeError(f"teacher forcing failed: {tokens} for {list(prompt_forced)}")
+        answers.append(Answer(tokens, _table(completion.logprobs, vocabulary)))
+    return answers
+
+
+def _table(flat: Any, vocabulary: int) -> np.ndarray:
+    """[positions, vocabulary] float32 of vLLM's flat log-probabilities, NaN where there is none."""
+    table = np.full((len(flat.start_indices), vocabulary), np.nan, np.float32)
+    for row, start, end in zip(table, flat.start_indices, flat.end_indices, strict=True):
+        row[flat.token_ids[start:end]] = flat.logprobs[start:end]
+    return table
+
+
+def engine_facts(engines: Engines, spec: EngineSpec) -> dict[str, Any]:
+    """Runner, device, dtype, attention backends and block sizes (in tokens) as the engine has them."""
+    llm = engines.get(spec)
+    return llm.collective_rpc(_facts)[0]
+
+
+def _facts(worker: Any) -> dict[str, Any]:
+    runner = worker.model_runner
+    classes = type(runner).__mro__
+    config = runner.vllm_config
+    groups = [group for groups in runner.attn_groups for group in groups]
+    windows = {g.kv_cache_spec.block_size for g in groups if any(n.endswith(".swa_attn") for n in g.layer_names)}
+    return {
+        "runner": "v2" if any(c.__module__ == "vllm.v1.worker.gpu.model_runner" for c in classes) else "v1",
+        "backends": sorted({group.backend.get_name() for group in groups}),
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "block_size": config.cache_config.block_size,
+        "window_block_size": max(windows, default=1),
+        "device": str(runner.device.type),
+    }

@@ -40,7 +40,7 @@ _published: dict[str, Any] = {}
 def _counters() -> dict[str, Any]:
     """The process's Prometheus counters; a registry takes each name once."""
     if not _published:
-        rows = Counter("vllm_yoco:prefill_rows", "Prefill rows of one consumer layer, by what became of them.", ["kind"])
+        rows = Counter("vllm_yoco:prefill_rows", "Prefill rows of a consumer layer, by what became of them.", ["kind"])
         _published.update({kind: rows.labels(kind) for kind in ROW_KINDS})
         _published.update({name: Counter(*definition) for name, definition in SCALARS.items()})
     return _published

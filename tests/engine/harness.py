@@ -126,7 +126,7 @@ class RunnerProcess:
     """A child process with engines of one model runner.
 
     Args:
-        runner: ``v1`` or ``v2``.
+        runner: ``v1`` or ``v2`` (its CPU form), or ``native`` for what vLLM chooses.
         environment: extra variables, in place before vLLM is imported.
     """
 

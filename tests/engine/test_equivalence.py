@@ -136,7 +136,8 @@ def test_computed_rows_four_chunks(engine, model_dir):
 
 @pytest.mark.parametrize("truncation", ["off", "mask"])
 def test_every_row_is_computed(engine, model_dir, truncation):
-    assert rows_of_one_prompt(engine, EngineConfig(model_dir("ced-tiny"), truncation, 140, chunk_tokens=256), 1000) == 1000
+    config = EngineConfig(model_dir("ced-tiny"), truncation, 140, chunk_tokens=256)
+    assert rows_of_one_prompt(engine, config, 1000) == 1000
 
 
 @pytest.mark.parametrize("truncation", MODES)

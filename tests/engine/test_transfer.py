@@ -81,10 +81,10 @@ def connected(engines: Engines, config: EngineConfig, job: Callable[..., Any], *
 
 def retire(engines: Engines, config: EngineConfig) -> None:
     """Give back what the connector holds: its shared memory has a name that outlives the process."""
-    connector = scheduler_of(engines, config).connector
-    _AGENTS.pop(config).shutdown()
-    connector.shutdown()
-    del engines.llms[config]
+    if config in _AGENTS:
+        _AGENTS.pop(config).shutdown()
+        scheduler_of(engines, config).connector.shutdown()
+        del engines.llms[config]
 
 
 def generate_and_store(engines: Engines, config: EngineConfig, batch: list[Request]) -> list[Result]:
@@ -165,6 +165,10 @@ def lost_rows(engines: Engines, config: EngineConfig) -> dict[str, int]:
     return counters.read(engines.get(config).llm_engine.vllm_config.instance_id)
 
 
+def num_failed_loads(engines: Engines, config: EngineConfig) -> int:
+    return len(scheduler_of(engines, config).connector.failed)
+
+
 @dataclass
 class BlockFilesMetadata(KVConnectorMetadata):
     """Per job: file name of a block and the block of each KV cache group."""
@@ -184,7 +188,7 @@ class BlockFiles(KVConnectorBase_V1, SupportsHMA):
         self._groups = self._kv_cache_config.prefix_cacheable_group_ids
         self._requests: dict[str, Any] = {}
         self._local: dict[str, int] = {}
-        self._failed: set[str] = set()
+        self.failed: set[str] = set()
         self._pending = BlockFilesMetadata()
         self._results = KVConnectorTransferResults()
 
@@ -198,7 +202,7 @@ class BlockFiles(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._local[request.request_id] = num_computed_tokens
-        if request.request_id in self._failed:
+        if request.request_id in self.failed:
             return 0, False
         end = num_computed_tokens
         for block_hash in request.block_hashes[end // BLOCK : (request.num_tokens - 1) // BLOCK]:
@@ -226,7 +230,7 @@ class BlockFiles(KVConnectorBase_V1, SupportsHMA):
         return metadata
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._failed |= connector_output.failed_recving
+        self.failed |= connector_output.failed_recving
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
         del self._requests[request.request_id]
@@ -382,7 +386,7 @@ def test_crowd_in_a_small_pool(start, engine, reference, model_dir, tmp_path):
     for _ in range(3):
         results = store.generate(batch)
         for request, result in zip(batch, results, strict=True):
-            reference.check(store.config.model, request, result, KEEP if len(request.prompt) > KEEP else None)
+            reference.check(store.config.model, request, result, KEEP)
     assert max(cached(results)) == longest_hit(500)
 
 
@@ -460,13 +464,12 @@ def test_simple_offloading_sliding_producers(start, engine, reference, sliding_m
     assert max(differences) > 100 * MAX_LOGPROB_DIFFERENCE
 
 
-def block_files(directory: Path, policy: str = "recompute") -> dict[str, Any]:
-    directory.mkdir(exist_ok=True)
+def block_files(directory: Path) -> dict[str, Any]:
     return {
         "kv_connector": "BlockFiles",
         "kv_connector_module_path": "tests.engine.test_transfer",
         "kv_role": "kv_both",
-        "kv_load_failure_policy": policy,
+        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"directory": str(directory)},
     }
 
@@ -490,24 +493,18 @@ def test_declared_connector_and_failed_loads(start, engine, reference, model_dir
         path.write_bytes(b"not a tensor")
     store.call(forget)
     store.serve(reference, batch)
+    assert store.call(num_failed_loads) == sum(hit > 0 for hit in hits_of(batch))
 
 
 @pytest.mark.parametrize("truncation", MODES)
-def test_prefill_here_and_decode_there(runner_processes, reference, model_dir, tmp_path, truncation):
+def test_prefill_here_and_decode_there(start, runner_processes, reference, model_dir, tmp_path, truncation):
     """Two processes, one with each model runner, and two K: the decode engine's outputs are those of its own K."""
-    model = model_dir("ced-tiny")
-    prefill = start(engine, model, "compact", offloading(tmp_path), 131)
-    decode = start(engine, model, truncation, offloading(tmp_path), "min")
+    model, keep = model_dir("ced-tiny"), WINDOW + 1
+    prefill = start(runner_processes("v1"), model, "compact", offloading(tmp_path), 131)
+    decode = start(runner_processes("v2"), model, truncation, offloading(tmp_path), "min")
     batch = requests((300, 400, 411, 97, 20), max_tokens=12)
-    first = [Request(request.prompt, 1) for request in batch]
-    prefiller, decoder = runner_processes("v1"), runner_processes("v2")
-    prefilled = prefiller.call(connected, prefill, generate_and_store, first)
-    for request, result in zip(first, prefilled, strict=True):
-        reference.check(model, request, result, 131 if len(request.prompt) > 131 else None)
-    keep = WINDOW + 1
-    hits = []
-    for request in batch:
-        hits += serve(decoder, reference, decode, [request], keep if len(request.prompt) > keep else None)
+    prefill.serve(reference, [Request(request.prompt, 1) for request in batch], 131)
+    hits = [hit for request in batch for hit in decode.serve(reference, [request], keep)]
     assert hits == [longest_hit(len(request.prompt), keep) for request in batch]
 
 

@@ -383,13 +383,14 @@ class YocoModel(nn.Module, EagleModelMixin):
         self, positions: torch.Tensor, shared: torch.Tensor, residual: torch.Tensor, step: ConsumerStep | None
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Layers [P, N) and the final norm on one layout's rows; ``shared`` is layer P's normed input."""
-        aux: list[torch.Tensor] = []
-        normed = shared
-        for index, layer in enumerate(self.consumers, start=self.topology.boundary):
-            if index > self.topology.boundary:
-                normed, residual = layer.input_layernorm(hidden, residual)
+        first, *others = self.consumers
+        above = self.topology.boundary + 1
+        hidden, residual = first(positions, shared, residual, shared, step)
+        aux = self._maybe_add_hidden_state([], above, hidden, residual)
+        for index, layer in enumerate(others, start=above + 1):
+            normed, residual = layer.input_layernorm(hidden, residual)
             hidden, residual = layer(positions, normed, residual, shared, step)
-            self._maybe_add_hidden_state(aux, index + 1, hidden, residual)
+            self._maybe_add_hidden_state(aux, index, hidden, residual)
         return self.norm(hidden, residual)[0], aux
 
 

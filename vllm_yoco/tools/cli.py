@@ -18,6 +18,7 @@ COMMANDS = {
     "inspect": "inspect",
     "cost": "cost",
     "check": "check",
+    "error": "error",
     "demo": "demo",
     "init-model": "init_model",
 }

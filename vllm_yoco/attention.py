@@ -181,7 +181,8 @@ class ConsumerSlidingAttention(Attention):
         if isinstance(metadata, dict):
             fresh = getattr(metadata[self.layer_name], "fresh_blocks", None)
             if fresh is not None:
-                self.kv_cache.index_fill_(0, fresh, 0)
+                # As bytes: not every KV dtype has a fill of its own.
+                self.kv_cache.view(torch.uint8).index_fill_(0, fresh, 0)
         return super().forward(query, key, value, *args)
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:

@@ -287,7 +287,10 @@ class PreparedStep:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
 
     def rewrite_slots(self, slot_mapping: torch.Tensor, block_table: torch.Tensor) -> None:
-        """Move the rows of one consumer SWA group to their rebased cells; rows below s_keep get none."""
+        """Move the rows of one consumer SWA group to their rebased cells.
+
+        Rows below s_keep get none, and a row that vLLM gave none (padding, profiling batches) keeps none.
+        """
         num_rows = int(self.step.query_start_loc[-1])
         request = np.repeat(np.arange(len(self._keep_start)), self._query_lens)
         keep_start = self._keep_start[request]
@@ -298,9 +301,10 @@ class PreparedStep:
         else:
             position, block_table, slots = rows
             request, keep_start = self._to_device(np.stack([request, keep_start]))
+        no_cell = (position < keep_start) | (slots < 0)
         cell = position - keep_start % self._block_size
         # Rows below s_keep may have a cell of -1 or less; it picks a block that is overruled in the last line.
         slots[:] = block_table[request, cell // self._block_size]
         slots *= self._block_size
         slots += cell % self._block_size
-        slots[position < keep_start] = PAD_SLOT_ID
+        slots[no_cell] = PAD_SLOT_ID

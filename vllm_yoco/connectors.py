@@ -35,10 +35,10 @@ TESTED = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 DECLARATION = "accepts_shorter_hits"
 """Class attribute by which a connector outside vLLM says that it keeps the rules of ``docs/transfer.md``."""
 
-_NO_HYBRID = "it does not work with vLLM's hybrid KV cache manager, which gives consumer SWA a KV cache group of its own"
+_NO_HYBRID = "it does not work with vLLM's hybrid KV cache manager, which gives consumer SWA a group of its own"
 _LAST_BLOCKS = (
     "it pairs the blocks of two engines from the end of the prompt, so a hit that is cut at L - K would be filled with"
-    " the wrong blocks, and it sends one block of consumer SWA too few to take the hit whole"
+    " the wrong blocks, and what it sends of consumer SWA can be one block short for taking the hit whole"
 )
 
 REFUSED: dict[str, str] = {
@@ -111,10 +111,10 @@ def _unknown(transfer: Any) -> str | None:
 class ExternalHitCap:
     """Limits local and external hits of one scheduler together to ``max(0, L - K)`` tokens, in whole blocks.
 
-    ``get_num_new_matched_tokens`` is wrapped on the connector's instance and its answer shortened: the leading blocks of
-    what was found are then loaded. That is not enough where a producer has a sliding window: of such a group a connector
-    looks only for the blocks in front of the end of its hit. vLLM's connectors are therefore given the limit before
-    they look.
+    ``get_num_new_matched_tokens`` is wrapped on the connector's instance and its answer shortened: the leading blocks
+    of what was found are then loaded. That is not enough where a producer has a sliding window: of such a group a
+    connector looks only for the blocks in front of the end of its hit. vLLM's connectors are therefore given the limit
+    before they look.
     """
 
     def __init__(self, connector: Any, keep_tokens: int, block_size: int, prefix_cap: PrefixHitCap) -> None:

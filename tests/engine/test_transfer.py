@@ -127,6 +127,12 @@ def copy_on_the_host(engines: Engines) -> None:
         def query(self) -> bool:
             return True
 
+    class Stream:
+        def __init__(self, priority: int) -> None: ...
+        @staticmethod
+        def priority_range() -> tuple[int, int]:
+            return 0, 0
+
     class HostCopy:
         def init(self, caches: dict[str, Any], offloaded: dict[str, Any], *streams: Any) -> None:
             self._pairs = [(caches[name], offloaded[name]) for name in caches]
@@ -143,10 +149,7 @@ def copy_on_the_host(engines: Engines) -> None:
 
     class HostTorch:
         Event = Done
-        cuda = SimpleNamespace(
-            Stream=type("Stream", (), {"priority_range": staticmethod(lambda: (0, 0)), "__init__": lambda *_, **__: None}),
-            current_stream=lambda: None,
-        )
+        cuda = SimpleNamespace(Stream=Stream, current_stream=lambda: None)
 
         def __getattr__(self, name: str) -> Any:
             return getattr(torch, name)
@@ -243,7 +246,8 @@ class BlockFiles(KVConnectorBase_V1, SupportsHMA):
         self._caches = [{name: kv_caches[name] for name in groups[g].layer_names} for g in self._groups]
 
     def _cells(self, block_ids: list[int]) -> dict[str, torch.Tensor]:
-        return {name: c[block] for caches, block in zip(self._caches, block_ids) for name, c in caches.items()}
+        pairs = zip(self._caches, block_ids, strict=True)
+        return {name: cache[block] for caches, block in pairs for name, cache in caches.items()}
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for request_id, blocks in self._get_connector_metadata().loads:
@@ -308,9 +312,15 @@ def start() -> Iterator[Callable[..., Connected]]:
     started: list[Connected] = []
 
     def make(
-        process: RunnerProcess, model: str, truncation: str, transfer: dict[str, Any], keep: int | str = KEEP, **more: Any
+        process: RunnerProcess,
+        model: str,
+        truncation: str,
+        transfer: dict[str, Any],
+        keep: int | str = KEEP,
+        options: tuple[tuple[str, Any], ...] = (),
+        **more: Any,
     ) -> Connected:
-        options = (("kv_transfer_config", Transfer(transfer)), *more.pop("options", ()))
+        options += (("kv_transfer_config", Transfer(transfer)),)
         config = EngineConfig(model, truncation, keep, prefix_caching=True, options=options, **more)
         started.append(Connected(process, config))
         return started[-1]
@@ -326,7 +336,7 @@ def hits_of(batch: list[Request]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def sliding_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Two of three producers have a window, whose KV is stored only in front of the places where a hit may end."""
+    """Two of three producers have a window."""
     path = tmp_path_factory.mktemp("sliding")
     config = read_model_config(ROOT / "tests/data/models/sliding-producers.json")
     save_checkpoint(path, config, random_state_dict(config, seed=0))
@@ -419,10 +429,14 @@ def test_unreadable_file_is_computed_again(start, engine, reference, model_dir, 
     assert store.serve(reference, batch) == [200 // BLOCK * BLOCK]
 
 
+DENSE = (("prefix_cache_retention_interval", BLOCK),)
+"""Without it vLLM keeps a sliding producer's KV in front of the end of a prompt only, where no hit may end."""
+
+
 @pytest.mark.parametrize("keep", [KEEP, 131])
 def test_sliding_producers(start, engine, reference, sliding_model, tmp_path, keep):
-    """A store holds such a producer's KV only where hits may end, so it has to know the limit before it looks."""
-    store = start(engine, sliding_model, "compact", offloading(tmp_path), keep)
+    """A connector loads such a producer's KV only in front of the end of a hit, so it has to look up to the limit."""
+    store = start(engine, sliding_model, "compact", offloading(tmp_path), keep, options=DENSE)
     batch = requests((300, 400, 411, 417))
     assert store.serve(reference, batch, keep) == [0] * 4
     for in_memory_too in (False, True):
@@ -450,7 +464,7 @@ def test_simple_offloading(start, engine, reference, model_dir):
 def test_simple_offloading_sliding_producers(start, engine, reference, sliding_model):
     """And, as a negative control, with the limit applied to the answer only: blocks of the window are then missing."""
     engine.call(copy_on_the_host)
-    store = start(engine, sliding_model, "compact", SIMPLE, keep=131)
+    store = start(engine, sliding_model, "compact", SIMPLE, keep=131, options=DENSE)
     batch = requests((300, 400, 411, 417))
     assert store.serve(reference, batch, 131) == [0] * 4
     store.call(forget)
@@ -460,7 +474,8 @@ def test_simple_offloading_sliding_producers(start, engine, reference, sliding_m
     store.call(forget)
     results = store.generate(batch)
     assert cached(results) == hits
-    differences = [reference.difference(sliding_model, r, result, 131) for r, result in zip(batch, results, strict=True)]
+    pairs = zip(batch, results, strict=True)
+    differences = [reference.difference(sliding_model, request, result, 131) for request, result in pairs]
     assert max(differences) > 100 * MAX_LOGPROB_DIFFERENCE
 
 
@@ -510,7 +525,8 @@ def test_prefill_here_and_decode_there(start, runner_processes, reference, model
 
 @pytest.mark.slow
 def test_example(tmp_path):
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
+    threads = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    environment = os.environ | threads | {"VLLM_LOGGING_LEVEL": "ERROR"}
     command = [sys.executable, str(ROOT / "examples" / "prefill_decode.py")]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=560)
     assert done.returncode == 0, done.stdout + done.stderr

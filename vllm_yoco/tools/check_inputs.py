@@ -37,7 +37,7 @@ def open_model(name: str, seed: int = 0) -> Iterator[tuple[str, YocoModelConfig]
     from vllm_yoco.models import checkpoint  # loads torch
 
     if Path(name).is_dir():
-        config = checkpoint.read_model_config(Path(name) / "config.json")
+        config = _directory_config(Path(name))
         if not config.topology().num_consumers:
             raise ValueError(f"{name}: has no consumer layers, so there is nothing to truncate.")
         yield str(Path(name).resolve()), config
@@ -46,6 +46,19 @@ def open_model(name: str, seed: int = 0) -> Iterator[tuple[str, YocoModelConfig]
     with tempfile.TemporaryDirectory(prefix="vllm-yoco-model-") as folder:
         checkpoint.save_checkpoint(folder, config, checkpoint.random_state_dict(config, seed))
         yield folder, config
+
+
+def _directory_config(directory: Path) -> YocoModelConfig:
+    from vllm_yoco.models.config import YocoModelConfig
+
+    file = directory / "config.json"
+    try:
+        model_type = json.loads(file.read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError, AttributeError):
+        raise ValueError(f"{directory}: no checkpoint here, it needs a config.json.") from None
+    if model_type != YocoModelConfig.model_type:
+        raise ValueError(f"{file}: model_type={model_type!r} must be {YocoModelConfig.model_type!r}.")
+    return YocoModelConfig.from_pretrained(directory)
 
 
 def resolve_keeps(text: str, topology: LayerTopology) -> list[Truncation]:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -87,18 +87,45 @@ class Tally:
     mismatches: int = 0
     where: str | None = None
 
-    def add(self, seen: np.ndarray, expected: np.ndarray, where: Callable[[int], str]) -> None:
-        """``where(i)`` says where value i comes from."""
+    def add(self, where: str, positions: np.ndarray, seen: np.ndarray, expected: np.ndarray) -> None:
+        """``where`` names the request; all arrays have one entry per position."""
         wrong = np.flatnonzero(seen != expected)
         self.values += len(seen)
         self.mismatches += len(wrong)
         if len(wrong) and self.where is None:
             i = int(wrong[0])
-            self.where = f"{where(i)}: {_say(seen[i])}, must be {_say(expected[i])}"
+            self.where = f"{where}, position {positions[i]}: {_say(seen[i])}, must be {_say(expected[i])}"
 
 
 def _say(value: int) -> str:
     return {NOTHING: "none", BAD: "not consistent", UNSEEN: "not there"}.get(int(value), str(int(value)))
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What one request's rows have to do, by position (as ``RequestTrace``)."""
+
+    scheduled: np.ndarray
+    times: np.ndarray
+    lowest: np.ndarray
+    cells: np.ndarray
+
+    @classmethod
+    def of(cls, trace: RequestTrace, mode: Mode, keep_tokens: int, window: int, block_size: int) -> Expected:
+        """From the plan of each chunk that the scheduler made. Cells are those of ``vllm_yoco.attention``."""
+        length, end = trace.num_prompt_tokens, len(trace.columns["layers"])
+        s_keep = 0 if mode == "off" else keep_start(length, keep_tokens)
+        scheduled, times, lowest = (np.zeros(end, np.int64) for _ in range(3))
+        cells = np.full(end, NOTHING)
+        for start, rows in trace.chunks:
+            plan = plan_rows([Chunk(length, start, rows)], mode=mode, keep_tokens=keep_tokens, window=window)
+            scheduled[start : start + rows] += 1
+            times[plan.positions] += 1
+            lowest[plan.positions] = plan.visible_lo
+            # The engine's mask writes no more than compact: what lies below s_keep has no cell.
+            writers = plan.positions[plan.writes_swa & (plan.positions >= s_keep)]
+            cells[writers] = writers - s_keep % block_size
+        return cls(scheduled, times, lowest, cells)
 
 
 def against_plan(
@@ -119,36 +146,18 @@ def against_plan(
         block_size: of the window's KV cache group, in tokens.
     """
     for number, trace in enumerate(traces):
-        length, end = trace.num_prompt_tokens, len(trace.columns["layers"])
-        position = np.arange(end)
-        s_keep = 0 if mode == "off" else keep_start(length, keep_tokens)
-        times, scheduled, lowest, writes = (np.zeros(end, np.int64) for _ in range(4))
-        for start, rows in trace.chunks:
-            plan = plan_rows(
-                [Chunk(length, start, rows)], mode=mode, keep_tokens=keep_tokens, window=topology.consumer_window
-            )
-            scheduled[start : start + rows] += 1
-            times[plan.positions] += 1
-            lowest[plan.positions] = plan.visible_lo
-            # The engine's mask writes no more than compact: what lies below s_keep has no cell.
-            writes[plan.positions] = plan.writes_swa & (plan.positions >= s_keep)
-        ran = times > 0
-
-        def where(i: int, number: int = number, length: int = length) -> str:
-            return f"{label}, prompt {number} (L={length}), position {i}"
-
-        def compare(check: str, seen: np.ndarray, expected: np.ndarray, chosen: np.ndarray | None = None) -> None:
-            index = position if chosen is None else position[chosen]
-            tally = tallies.setdefault(check, Tally(check))
-            tally.add(seen[index], expected[index], lambda i: where(index[i]))  # noqa: B023
-
-        sources = len(topology.kv_source_layers)
-        compare(ROWS, trace.columns["layers"], times * topology.num_consumers)
+        expected = Expected.of(trace, mode, keep_tokens, topology.consumer_window, block_size)
+        position = np.arange(len(expected.times))
+        ran = expected.times > 0
+        layers, sources = expected.times * topology.num_consumers, len(topology.kv_source_layers)
+        where = f"{label}, prompt {number} (L={trace.num_prompt_tokens})"
+        _add(tallies, ROWS, where, trace.columns["layers"], layers)
         if topology.swa_layers:
-            compare(KEYS, trace.lowest_visible(len(topology.swa_layers)), lowest, ran)
-            compare(CELLS, trace.cells(), np.where(writes, position - s_keep % block_size, NOTHING))
-        compare(GLOBAL_WRITES, trace.columns["global_writes"], scheduled * sources)
-        compare(GLOBAL_KEYS, trace.columns["global_seen"], position, ran)
+            lowest = trace.lowest_visible(len(topology.swa_layers))
+            _add(tallies, KEYS, where, lowest, expected.lowest, ran)
+            _add(tallies, CELLS, where, trace.cells(), expected.cells)
+        _add(tallies, GLOBAL_WRITES, where, trace.columns["global_writes"], expected.scheduled * sources)
+        _add(tallies, GLOBAL_KEYS, where, trace.columns["global_seen"], position, ran)
 
 
 def mask_against_compact(
@@ -159,23 +168,25 @@ def mask_against_compact(
     topology: LayerTopology,
 ) -> None:
     """Compare every row that both modes ran: keys, cells and global keys."""
-    for number, (one, other) in enumerate(zip(mask, compact, strict=True)):
-        end = min(len(t.columns["layers"]) for t in (one, other))
-        index = np.flatnonzero((one.columns["layers"][:end] > 0) & (other.columns["layers"][:end] > 0))
-        for check, a, b in _pairs(one, other, topology):
-            name = f"{check}, mask = compact"
-            tally = tallies.setdefault(name, Tally(name))
-            tally.add(
-                b[index],
-                a[index],
-                lambda i: f"{label}, prompt {number} (L={one.num_prompt_tokens}), position {index[i]}",  # noqa: B023
-            )
+    for number, traces in enumerate(zip(mask, compact, strict=True)):
+        both = np.logical_and(*(trace.columns["layers"] > 0 for trace in traces))
+        where = f"{label}, prompt {number} (L={traces[0].num_prompt_tokens})"
+        seen = {GLOBAL_KEYS: [trace.columns["global_seen"] for trace in traces]}
+        if topology.swa_layers:
+            seen[KEYS] = [trace.lowest_visible(len(topology.swa_layers)) for trace in traces]
+            seen[CELLS] = [trace.cells() for trace in traces]
+        for check, (expected, got) in seen.items():
+            _add(tallies, f"{check}, mask = compact", where, got, expected, both)
 
 
-def _pairs(
-    one: RequestTrace, other: RequestTrace, topology: LayerTopology
-) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    if topology.swa_layers:
-        yield KEYS, *(trace.lowest_visible(len(topology.swa_layers)) for trace in (one, other))
-        yield CELLS, one.cells(), other.cells()
-    yield GLOBAL_KEYS, one.columns["global_seen"], other.columns["global_seen"]
+def _add(
+    tallies: dict[str, Tally],
+    check: str,
+    where: str,
+    seen: np.ndarray,
+    expected: np.ndarray,
+    chosen: np.ndarray | None = None,
+) -> None:
+    """Compare two arrays by position, at the ``chosen`` ones."""
+    positions = np.arange(len(seen)) if chosen is None else np.flatnonzero(chosen)
+    tallies.setdefault(check, Tally(check)).add(where, positions, seen[positions], expected[positions])

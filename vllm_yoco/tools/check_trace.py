@@ -23,57 +23,10 @@ import torch
 from vllm.forward_context import get_forward_context
 from vllm.v1.worker.utils import AttentionGroup
 
+from vllm_yoco.tools.check_cells import Cells, KernelView, kernel_window
 from vllm_yoco.tools.check_rows import BAD, NOTHING, RequestTrace
 
 MAX_PROBLEMS = 20
-
-
-@dataclass(frozen=True)
-class KernelView:
-    """Attention metadata of one group of layers: R requests, T rows.
-
-    Attributes:
-        query_start_loc: [R + 1]; row boundaries.
-        seq_lens: [R] in keys.
-        block_table: [R, blocks].
-    """
-
-    query_start_loc: np.ndarray
-    seq_lens: np.ndarray
-    block_table: np.ndarray
-
-    @classmethod
-    def of(cls, metadata: Any) -> KernelView:
-        fields = ("query_start_loc", "seq_lens", "block_table")
-        missing = [name for name in fields if not hasattr(metadata, name)]
-        if missing:
-            raise ValueError(
-                f"check cannot read {type(metadata).__name__}, which has no {', '.join(missing)}: choose another"
-                " backend with -- --attention-backend, for example TRITON_ATTN or FLASH_ATTN."
-            )
-        return cls(*(getattr(metadata, name).cpu().numpy().astype(np.int64) for name in fields))
-
-    def rows_of(self, request: int) -> slice:
-        return slice(int(self.query_start_loc[request]), int(self.query_start_loc[request + 1]))
-
-
-class Cells:
-    """Who was written last to each cell of one KV cache group: request number and position, -1 for nobody."""
-
-    def __init__(self, num_blocks: int, group: AttentionGroup) -> None:
-        self.block_size = group.kernel_block_size or group.kv_cache_spec.block_size
-        self.manager_block_size = group.kv_cache_spec.block_size
-        cells = num_blocks * self.manager_block_size
-        self.owner, self.position = np.full(cells, -1), np.full(cells, -1)
-
-    def write(self, slots: np.ndarray, owner: int, positions: np.ndarray) -> None:
-        self.owner[slots], self.position[slots] = owner, positions
-
-    def read(self, view: KernelView, request: int, owner: int) -> np.ndarray:
-        """[seq_len] position behind each key of a request of the batch; -1 where it is none of ``owner``'s."""
-        key = np.arange(view.seq_lens[request])
-        cell = view.block_table[request, key // self.block_size] * self.block_size + key % self.block_size
-        return np.where(self.owner[cell] == owner, self.position[cell], -1)
 
 
 @dataclass
@@ -111,6 +64,7 @@ class Recorder:
         """Traces in the order of admission, and what was wrong at once."""
         traces = [request.trace for request in self._requests.values()]
         problems, self._requests, self._problems = self._problems, {}, []
+        self._cells.clear()  # request numbers start again
         return traces, problems
 
     def _execute_model(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
@@ -212,8 +166,7 @@ class Recorder:
             position = self._positions[view.rows_of(number)]
             request.trace.add("layers", position, np.ones_like(position))
             if first_time:
-                key = cells.read(view, number, request.number)
-                own = len(key) - len(position) + np.arange(len(position))
+                key, own = _keys(cells, view, number, request, len(position))
                 # All keys below and the row's own: the kernel's causal mask goes by these two counts.
                 complete = np.cumsum(key != np.arange(len(key))) == 0
                 request.trace.note("global_seen", position, np.where(complete[own], key[own], BAD))
@@ -235,9 +188,8 @@ class Recorder:
         cells, _ = self._cells_of(module.layer_name)
         for number, request in enumerate(self._order):
             position = positions[view.rows_of(number)]
-            key = cells.read(view, number, request.number)
-            own = len(key) - len(position) + np.arange(len(position))
-            lowest = np.maximum(own - _window(module) + 1, 0)
+            key, own = _keys(cells, view, number, request, len(position))
+            lowest = np.maximum(own - kernel_window(module) + 1, 0)
             # breaks[k] counts keys 1 .. k that do not hold the position after that of the key before them.
             breaks = np.concatenate(([0], np.cumsum(np.diff(key) != 1)))
             good = (breaks[own] == breaks[lowest]) & (key[lowest] >= 0) & (key[own] == position)
@@ -267,10 +219,13 @@ class Recorder:
             self._problems.append(text)
 
 
-def _window(attention: Any) -> int:
-    """W as the kernel gets it, in keys; backends spell it as a number or as (keys to the left, to the right)."""
-    window = attention.impl.sliding_window
-    return window[0] + 1 if isinstance(window, tuple) else window
+def _keys(
+    cells: Cells, view: KernelView, number: int, request: _Request, num_rows: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Positions behind a request's keys, and which of the keys are its rows' own; -1 in front for too few keys."""
+    key = cells.read(view, number, request.number)
+    key = np.concatenate((np.full(max(0, num_rows - len(key)), -1), key))
+    return key, len(key) - num_rows + np.arange(num_rows)
 
 
 def install(worker: Any) -> None:

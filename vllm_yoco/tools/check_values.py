@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -52,7 +53,7 @@ class Difference:
         delta = np.nan_to_num(delta, nan=np.inf, posinf=np.inf)
         per_row = delta.max(axis=1)
         worst = int(per_row.argmax())
-        if self.where is None or per_row[worst] > self.largest:
+        if per_row[worst] > self.largest:
             self.largest, self.where = float(per_row[worst]), where(worst)
         rows = np.arange(len(one))
         lead = one.max(axis=1) - one[rows, other.argmax(axis=1)]
@@ -61,3 +62,8 @@ class Difference:
         self.positions += len(one)
         self.values += one.size
         self._sum += float(delta.sum())
+
+    def describe(self) -> dict[str, Any]:
+        """For the JSON document."""
+        fields = {name: value for name, value in asdict(self).items() if not name.startswith("_")}
+        return {**fields, "mean": self.mean, "ok": self.ok}

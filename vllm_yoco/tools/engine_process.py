@@ -6,11 +6,7 @@ at a time on a GPU, whose memory the next engine needs. Inside the child they ru
 the model can be reached. A job is a module-level function that takes the child's ``Engines`` first.
 
     with EngineHost("v1") as host:
-        answers = host.run(spec, generate, prompts, 8)
-
-Teacher forcing. Prompt log-probabilities would make the continuation part of the prompt, and L with it. So the request
-keeps its prompt, and what it samples is replaced: by vLLM's trace replay on runner V2, by a logits processor on V1
-(``check_forced``). Log-probabilities are of the unmodified logits in both.
+        answers = host.run(spec, generate, prompts, 8)  # see engine_generate
 """
 
 from __future__ import annotations
@@ -25,8 +21,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from vllm_yoco.tools.server import log_tail
 
@@ -73,14 +67,6 @@ class EngineSpec:
         return "off" if self.truncation == "off" else f"{self.truncation} K={self.keep_tokens}"
 
 
-@dataclass(frozen=True)
-class Answer:
-    """One continuation; ``logprobs`` is [generated tokens, vocabulary] float32."""
-
-    tokens: list[int]
-    logprobs: np.ndarray
-
-
 @dataclass
 class Engines:
     """The child's engines by specification."""
@@ -109,10 +95,11 @@ class Engines:
             }
             if current_platform.is_cpu():
                 options["gpu_memory_utilization"] = 0.2
+            # Teacher forcing, see engine_generate.
             if self.runner == "v2":
                 options["enable_trace_replay"] = True
             else:
-                options["logits_processors"] = ["vllm_yoco.tools.check_forced:ForcedTokens"]
+                options["logits_processors"] = ["vllm_yoco.tools.engine_forced:ForcedTokens"]
             self.llms[spec] = LLM(**options | _options(spec.flags))
         return self.llms[spec]
 
@@ -180,6 +167,8 @@ class EngineHost:
     def call(self, job: Callable[..., Any], *args: Any) -> Any:
         """``job(engines, *args)`` in the child, started if there is none. Raises as ``run`` does."""
         if self._process is None:
+            if sys.stderr.isatty():
+                print("starting vLLM, which takes half a minute on a CPU ...", end="\r", file=sys.stderr)
             context = multiprocessing.get_context("spawn")
             self._connection, child = context.Pipe()
             self._process = context.Process(target=_serve, args=(child, str(self._log), *self._settings))
@@ -264,86 +253,3 @@ def _options(flags: Sequence[str]) -> dict[str, Any]:
     except SystemExit:
         raise ValueError(f"vLLM does not take the engine flags {' '.join(flags)}") from None
     return {name: value for name, value in given.items() if value != defaults[name]}
-
-
-def generate(
-    engines: Engines,
-    spec: EngineSpec,
-    prompts: Sequence[Sequence[int]],
-    max_tokens: int,
-    forced: Sequence[Sequence[int]] | None = None,
-    chunk_tokens: int | None = None,
-) -> list[Answer]:
-    """Continue all prompts together, by the likeliest tokens.
-
-    Args:
-        forced: tokens to continue with instead, per prompt.
-        chunk_tokens: tokens that a step may take, at most ``spec.chunk_tokens``.
-    """
-    from vllm import SamplingParams
-    from vllm.inputs import TokensPrompt
-
-    llm = engines.get(spec)
-    # A step takes no more, whatever buffers the engine has: another chunking without another engine.
-    engines.scheduler(spec).max_num_scheduled_tokens = chunk_tokens or spec.chunk_tokens
-    parameters = []
-    for index in range(len(prompts)):
-        options: dict[str, Any] = {}
-        if forced is not None and engines.runner == "v2":
-            options["trace_decode_token_ids"] = list(forced[index])
-        elif forced is not None:
-            from vllm_yoco.tools.check_forced import EXTRA_ARGUMENT
-
-            options["extra_args"] = {EXTRA_ARGUMENT: list(forced[index])}
-        parameters.append(
-            SamplingParams(
-                temperature=0,
-                max_tokens=max_tokens if forced is None else len(forced[index]),
-                logprobs=-1,
-                flat_logprobs=True,
-                detokenize=False,
-                ignore_eos=True,
-                **options,
-            )
-        )
-    requests = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
-    outputs = llm.generate(requests, parameters, use_tqdm=False)
-    vocabulary = llm.model_config.get_vocab_size()
-    answers = []
-    for output, prompt_forced in zip(outputs, forced or [None] * len(outputs), strict=True):
-        completion = output.outputs[0]
-        tokens = list(completion.token_ids)
-        if prompt_forced is not None and tokens != list(prompt_forced):
-            raise RuntimeError(f"teacher forcing failed: {tokens} for {list(prompt_forced)}")
-        answers.append(Answer(tokens, _table(completion.logprobs, vocabulary)))
-    return answers
-
-
-def _table(flat: Any, vocabulary: int) -> np.ndarray:
-    """[positions, vocabulary] float32 of vLLM's flat log-probabilities, NaN where there is none."""
-    table = np.full((len(flat.start_indices), vocabulary), np.nan, np.float32)
-    for row, start, end in zip(table, flat.start_indices, flat.end_indices, strict=True):
-        row[flat.token_ids[start:end]] = flat.logprobs[start:end]
-    return table
-
-
-def engine_facts(engines: Engines, spec: EngineSpec) -> dict[str, Any]:
-    """Runner, device, dtype, attention backends and block sizes (in tokens) as the engine has them."""
-    llm = engines.get(spec)
-    return llm.collective_rpc(_facts)[0]
-
-
-def _facts(worker: Any) -> dict[str, Any]:
-    runner = worker.model_runner
-    classes = type(runner).__mro__
-    config = runner.vllm_config
-    groups = [group for groups in runner.attn_groups for group in groups]
-    windows = {g.kv_cache_spec.block_size for g in groups if any(n.endswith(".swa_attn") for n in g.layer_names)}
-    return {
-        "runner": "v2" if any(c.__module__ == "vllm.v1.worker.gpu.model_runner" for c in classes) else "v1",
-        "backends": sorted({group.backend.get_name() for group in groups}),
-        "dtype": str(config.model_config.dtype).removeprefix("torch."),
-        "block_size": config.cache_config.block_size,
-        "window_block_size": max(windows, default=1),
-        "device": str(runner.device.type),
-    }

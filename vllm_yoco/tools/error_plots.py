@@ -34,10 +34,14 @@ def draw(results: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[str, Pat
 
 
 def _cases(results: Mapping[str, Any]) -> str:
-    lengths = results["prompt_tokens"]
-    span = f"{min(lengths):,}" if min(lengths) == max(lengths) else f"{min(lengths):,} to {max(lengths):,}"
+    lengths, after = results["prompt_tokens"], results["continuation_tokens"]
     prompts = "1 prompt" if len(lengths) == 1 else f"{len(lengths)} prompts"
-    return f"{prompts} of {span} tokens, {max(results['continuation_tokens'])} tokens after it"
+    return f"{prompts} of {span(lengths)} tokens, continued by {span(after)}"
+
+
+def span(values: Sequence[int]) -> str:
+    """``7``, or ``7 to 1,024``."""
+    return f"{min(values):,}" if min(values) == max(values) else f"{min(values):,} to {max(values):,}"
 
 
 def _logarithmic(axes: Axes, label: str, values: Sequence[float]) -> None:
@@ -75,12 +79,14 @@ def _over_position(points: Sequence[Mapping[str, Any]], results: Mapping[str, An
     figure = new_figure(2)
     divergence, largest = figure.subplots(1, 2)
     for axes, name, label in (
-        (divergence, "kl", "KL(off || truncated), nats, mean over prompts"),
+        (divergence, "kl_at", "KL(off || truncated), nats, mean over prompts"),
         (largest, "delta_max_at", "largest |Δ log p|, nats"),
     ):
         for point in _some(points):
             axes.plot(point[name], marker=".", markersize=3, linewidth=1, label=f"K {point['keep_tokens']}")
         _logarithmic(axes, label, [value for point in points for value in point[name]])
+        if name == "delta_max_at":
+            axes.axhline(results["limit"], color="grey", linestyle=":", label="limit of what counts as equal")
         axes.set_xlabel("token after the prompt")
         axes.legend(fontsize=8)
     return figure
@@ -102,7 +108,8 @@ def _over_layer(points: Sequence[Mapping[str, Any]], results: Mapping[str, Any])
     for axes, (name, title) in zip(all_axes, panels.items(), strict=True):
         for point in _some(points):
             shown = [(e["layer"], e[name]) for e in point["layers"] if e[name] is not None]
-            axes.plot(*zip(*shown, strict=True), marker="o", markersize=3, linewidth=1, label=f"K {point['keep_tokens']}")
+            label = f"K {point['keep_tokens']}"
+            axes.plot(*zip(*shown, strict=True), marker="o", markersize=3, linewidth=1, label=label)
         _logarithmic(axes, "", values)
         axes.set_title(title, fontsize=9)
         axes.set_xlabel("consumer layer")

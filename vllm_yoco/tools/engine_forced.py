@@ -1,6 +1,6 @@
 """Teacher forcing on Model Runner V1: a logits processor that leaves one token to choose from.
 
-Named as ``vllm_yoco.tools.check_forced:ForcedTokens`` in vLLM's ``logits_processors``. V2 has no use for it: its trace
+Named as ``vllm_yoco.tools.engine_forced:ForcedTokens`` in vLLM's ``logits_processors``. V2 has no use for it: its trace
 replay does the same, and its processors have another interface.
 """
 

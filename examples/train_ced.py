@@ -2,7 +2,7 @@
 
 The model (``configs/models/ced-byte-small.json``) has 4 sliding-window producers and 4 consumers, each with global
 KV and a sliding window of its own, W = 128. Producers reach 4 (W - 1) = 508 bytes back at most, so what lies farther
-away can only be read from the global KV. Half of the training bytes are real text, the other half a recall task:
+away can only be read from the global KV. About half of the training bytes are text, the others a recall task:
 
     @kfw482;                    a record, scattered among the lines of text: three letters, three digits
     ?kfw482;                    a question, anywhere after its record; the three digits are the answer

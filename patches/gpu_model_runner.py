@@ -51,8 +51,8 @@ def _step_inputs(runner: Any, truncation: Any, call: dict[str, Any]) -> Any:
     import numpy as np
     import torch
 
-    from vllm_yoco.batch import StepInputs
     from vllm_yoco.requests import keeps_every_row
+    from vllm_yoco.step import StepInputs
 
     num_reqs = call["num_reqs"]
     # Padded counts are passed for FULL CUDA graphs only.

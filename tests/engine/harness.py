@@ -81,7 +81,11 @@ class Engines:
     def get(self, config: EngineConfig) -> Any:
         if config not in self.llms:
             from vllm import LLM
+            from vllm.platforms.cpu import CpuPlatform
 
+            if self.llms:
+                # Done by the first engine. Again, the scan of all modules breaks on those of numba's llvmlite.
+                CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
             yoco = {
                 "truncation": config.truncation,
                 "keep_tokens": config.keep_tokens,

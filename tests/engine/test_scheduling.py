@@ -190,3 +190,15 @@ def test_asynchronous_scheduling(asynchronous, reference, model_dir, truncation)
 def test_asynchronous_preemption(asynchronous, reference, model_dir, prefix_caching):
     config = EngineConfig(model_dir("ced-tiny"), "compact", ODD_KEEP, prefix_caching=prefix_caching, **SMALL)
     assert sum(check_served(asynchronous, reference, config, CROSSING).preemptions) >= 2
+
+
+def test_asynchronous_drafts(asynchronous, reference, model_dir):
+    """The host's count of computed tokens is an upper bound here until the device has verified the drafts."""
+    config = EngineConfig(model_dir("ced-tiny"), "compact", WINDOW + 4, ngram_tokens=3)
+    arrivals = tuple(
+        Arrival(Request((random_prompt(period, seed=period) * 300)[:length], max_tokens=40), at)
+        for length, period, at in ((300, 7, 0), (130, 3, 0), (171, 1, 2), (60, 11, 3), (100, 2, 9))
+    )
+    served = check_served(asynchronous, reference, config, arrivals)
+    assert asynchronous.call(scheduler_name, config) == "AsyncScheduler"
+    assert len(served.steps) < 60 and any(step.drafts for step in served.steps)

@@ -538,12 +538,13 @@ def test_example(tmp_path):
 # --- Start-up ---------------------------------------------------------------------------------------------------------
 
 
-def refusal(kv_connector: str, module: str | None = None) -> str | None:
+def refusal(kv_connector: str, module: str | None = None, offloading_size: float | None = None) -> str | None:
     from vllm.config import KVTransferConfig
 
     transfer = KVTransferConfig(kv_connector=kv_connector, kv_role="kv_both", kv_connector_module_path=module)
-    cache = SimpleNamespace(kv_offloading_size=None)
-    return connectors.refusal(SimpleNamespace(kv_transfer_config=transfer, cache_config=cache))  # type: ignore[arg-type]
+    cache = SimpleNamespace(kv_offloading_size=offloading_size)
+    config: Any = SimpleNamespace(kv_transfer_config=transfer, cache_config=cache)
+    return connectors.refusal(config)
 
 
 def vllm_connectors() -> set[str]:
@@ -568,6 +569,10 @@ def test_other_connectors():
     assert "does not declare accepts_shorter_hits = True" in (refusal("Undeclared", module) or "")
     assert "hybrid KV cache manager" in (refusal("WithoutHybridManager", module) or "")
     assert "it is not tested" in (refusal("Nobody") or "")
+    # What --kv-offloading-size chooses, by its backend.
+    assert refusal("OffloadingConnector", offloading_size=1.0) is None
+    lmcache = refusal("LMCacheMPConnector", offloading_size=1.0)
+    assert lmcache is not None and lmcache.startswith("--kv-offloading-size (connector LMCacheMPConnector): it is not")
 
 
 def test_reasons_hold_in_this_vllm():

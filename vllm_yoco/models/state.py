@@ -11,8 +11,9 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from vllm_yoco.batch import STEP_KEY, StepInputs, SubBatchBuilder
+from vllm_yoco.batch import STEP_KEY, SubBatchBuilder
 from vllm_yoco.requests import keeps_every_row
+from vllm_yoco.step import StepInputs
 
 
 class YocoModelState(DefaultModelState):

@@ -107,15 +107,16 @@ def plan_study(args: argparse.Namespace, directory: str, config: YocoModelConfig
     longest = min(args.max_prompt_tokens, config.max_position_embeddings - args.max_tokens)
     if longest < 1:
         raise ValueError(f"--max-tokens {args.max_tokens}: the model has room for {config.max_position_embeddings}.")
-    odd_chunk = window + window // 2 + 1 | 1
+    span = window or 24  # any, where there is no window
+    odd_chunk = span + span // 2 + 1 | 1
     if args.prompts:
         prompts = read_prompts(args.prompts, directory, config.vocab_size, longest)
     else:
         keeps = [t.keep_tokens for t in truncations]
-        lengths = _lengths(window, keeps, exact_keep, odd_chunk, longest, args.quick)
+        lengths = _lengths(span, keeps, exact_keep, odd_chunk, longest, args.quick)
         prompts = random_prompts(lengths, config.vocab_size, args.seed)
     max_prompt = max(len(prompt.tokens) for prompt in prompts)
-    chunks = [max(max_prompt, 16), odd_chunk] if args.quick else [max(max_prompt, 16), odd_chunk, window // 2 + 13]
+    chunks = [max(max_prompt, 16), odd_chunk] if args.quick else [max(max_prompt, 16), odd_chunk, span // 2 + 13]
     small = parameter_count(config) <= REFERENCE_PARAMETERS
     dtype = args.dtype or ("auto" if host.on_gpu else "float32")
     return Study(
@@ -138,11 +139,11 @@ def plan_study(args: argparse.Namespace, directory: str, config: YocoModelConfig
     )
 
 
-def _lengths(window: int, keeps: Sequence[int], exact: int, chunk: int, longest: int, quick: bool) -> list[int]:
+def _lengths(span: int, keeps: Sequence[int], exact: int, chunk: int, longest: int, quick: bool) -> list[int]:
     """Prompt lengths around every place where a rule changes, and one past the lossless K."""
-    lengths = {1, window, window + 1, keeps[0] + 1, exact + window + 1, min(longest, 3 * chunk + 2)}
+    lengths = {1, span, span + 1, keeps[0] + 1, exact + span + 1, min(longest, 3 * chunk + 2)}
     if not quick:
-        lengths |= {2, window - 1, chunk, chunk + 1, 2 * chunk + 1, longest // 2 | 1, exact, exact + 2 * window + 7}
+        lengths |= {2, span - 1, chunk, chunk + 1, 2 * chunk + 1, longest // 2 | 1, exact, exact + 2 * span + 7}
         lengths |= {keep + step for keep in keeps for step in (-1, 0, 1)}
     return sorted(length for length in lengths if 1 <= length <= longest)
 

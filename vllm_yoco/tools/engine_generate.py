@@ -1,4 +1,4 @@
-"""Jobs for ``EngineHost``: continue prompts freely or along given tokens, with the whole vocabulary's log-probabilities.
+"""Jobs for ``EngineHost``: continue prompts freely or along given tokens, with log-probabilities of every token.
 
 Teacher forcing. Scoring a continuation as prompt log-probabilities would make it part of the prompt, and L with it. So
 the request keeps its prompt, and what it samples is replaced: by vLLM's trace replay on runner V2

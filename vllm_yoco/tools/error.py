@@ -71,7 +71,7 @@ RANDOM_PROMPTS = 4
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("--prompts", metavar="FILE", help=f"instead of {RANDOM_PROMPTS} of random tokens: {PROMPTS_HELP}")
+    parser.add_argument("--prompts", metavar="FILE", help=f"instead of random tokens: {PROMPTS_HELP}")
     parser.add_argument("--keep-tokens", metavar="K,K...", help="numbers, min, exact (default: from min to exact)")
     parser.add_argument("--max-tokens", metavar="N", type=int, default=32, help="continuation (default: 32)")
     parser.add_argument("--max-prompt-tokens", metavar="N", type=int, help="use the end of longer prompts")

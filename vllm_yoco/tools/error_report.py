@@ -82,7 +82,7 @@ def _layer_table(point: dict[str, Any]) -> str:
         )
         for e in point["layers"]
     ]
-    return table(headers, rows, f"K {point['keep_tokens']}: relative errors of retained rows after the prompt, by layer")
+    return table(headers, rows, f"K {point['keep_tokens']}: relative errors after the prompt, retained rows by layer")
 
 
 def _verdict(results: dict[str, Any]) -> str:
@@ -91,8 +91,8 @@ def _verdict(results: dict[str, Any]) -> str:
     wrong = [str(keep) for keep, delta in unchanged.items() if delta > limit]
     if wrong:
         return (
-            f"FAILED: K {', '.join(wrong)} must change nothing (K is lossless, or the prompt has no more tokens than K),"
-            f" but log-probabilities moved by up to {max(unchanged.values()):.1e}, limit {limit:g}"
+            f"FAILED: K {', '.join(wrong)} must change nothing (K is lossless, or a prompt has no more tokens), but"
+            f" log-probabilities moved by up to {max(unchanged.values()):.1e}, limit {limit:g}"
         )
     if not unchanged:
         return "ok: measured"

@@ -1,4 +1,4 @@
-"""Run ``off`` and every K of a sweep, and put their differences together as the JSON document of ``vllm-yoco error``."""
+"""Run ``off`` and every K of a sweep; their differences become the JSON document of ``vllm-yoco error``."""
 
 from __future__ import annotations
 

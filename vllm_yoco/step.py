@@ -1,0 +1,139 @@
+"""One scheduled step: what the model runner knows of it, and what consumer SWA needs for it.
+
+``StepInputs`` is filled by either model runner. ``PreparedStep`` derives, before any metadata is built, the window
+view, the rebased slots and, if rows drop, the row plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+
+from vllm_yoco.attention import WindowView
+from vllm_yoco.config import Truncation
+from vllm_yoco.plan import Chunk, RowPlan, plan_rows
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """One scheduled step of R requests and T rows, as the model runner knows it before the forward.
+
+    Attributes:
+        num_prompt_tokens: [R] host, L of each request.
+        start: [R] host, position of each chunk's first row.
+        query_start_loc: [R + 1] host, cumulative rows.
+        keep_all: [R] host bool, requests that keep every row.
+        seq_lens: [R or, padded to a CUDA graph, more] device int32.
+        seq_lens_cpu: the same on the host, an upper bound.
+        positions: [T or more] device, absolute.
+        block_tables: per KV cache group, [R or more, blocks] device.
+        slot_mappings: per KV cache group, [T or more] device int64; consumer SWA rows are rewritten in place.
+        is_prefilling: [R or more] host bool.
+        max_seq_len: upper bound of ``seq_lens``, in tokens.
+        in_graph: the forward is a CUDA graph replay, which cannot drop rows.
+    """
+
+    num_prompt_tokens: np.ndarray
+    start: np.ndarray
+    query_start_loc: np.ndarray
+    keep_all: np.ndarray
+    seq_lens: torch.Tensor
+    seq_lens_cpu: torch.Tensor
+    positions: torch.Tensor
+    block_tables: Sequence[torch.Tensor]
+    slot_mappings: Sequence[torch.Tensor]
+    is_prefilling: torch.Tensor
+    max_seq_len: int
+    in_graph: bool = False
+
+
+class PreparedStep:
+    """What one step with at least one truncated request needs: its view and, if rows drop, its row plan."""
+
+    def __init__(
+        self,
+        step: StepInputs,
+        query_lens: np.ndarray,
+        keep_start: np.ndarray,
+        block_size: int,
+        truncation: Truncation,
+        device: torch.device,
+    ) -> None:
+        self.step = step
+        self._query_lens = query_lens
+        self._keep_start = keep_start
+        self._block_size = block_size
+        self._device = device
+        self.plan: RowPlan | None = None
+        window = truncation.topology.consumer_window
+        if (step.start < keep_start).any() and not step.in_graph:
+            keep = truncation.keep_tokens
+            chunks = [
+                # Only s_keep matters to the plan; requests that keep every row have s_keep = 0.
+                Chunk(int(s) + keep, int(start), int(length))
+                for s, start, length in zip(keep_start, step.start, query_lens, strict=True)
+            ]
+            self.plan = plan_rows(chunks, mode="compact", keep_tokens=keep, window=window)
+            self.rows = torch.from_numpy(self.plan.rows).to(device, non_blocking=True)
+        self.view = self._make_view(window) if window else None
+
+    def _make_view(self, window: int) -> WindowView:
+        step, keep_start = self.step, self._keep_start
+        end = step.start + self._query_lens
+        rebase = keep_start % self._block_size
+        reaches_below = (step.start - window + 1 < keep_start) & (keep_start > 0)
+        if not reaches_below.any():
+            # The common step of decodes past their window: lengths shift, block tables stand.
+            return WindowView(*self._shift(rebase))
+        empty = end <= keep_start
+        clipped = reaches_below & ~empty
+        cut = np.where(clipped, keep_start - rebase, 0)
+        shift = np.where(clipped, keep_start, np.where(empty, 0, rebase))
+        return WindowView(
+            *self._shift(shift),
+            cut_tokens=self._to_device(self._padded(cut)),
+            empty=self._to_device(self._padded(empty)) if empty.any() else None,
+            table_tokens=int(np.where(empty, 1, end - shift).max()),
+            in_place=step.in_graph,
+        )
+
+    def _shift(self, shift: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """The shift on the device and on the host."""
+        on_host = torch.from_numpy(self._padded(shift).astype(np.int32))
+        return on_host.to(self._device, non_blocking=True), on_host
+
+    def _padded(self, values: np.ndarray) -> np.ndarray:
+        """Zeros for the requests that only pad the batch to its CUDA graph."""
+        missing = len(self.step.seq_lens) - len(values)
+        return np.pad(values, (0, missing)) if missing else values
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+    def rewrite_slots(self, slot_mapping: torch.Tensor, block_table: torch.Tensor) -> None:
+        """Move the rows of one consumer SWA group to their rebased cells.
+
+        Rows below s_keep get none, and a row that vLLM gave none (padding, profiling batches) keeps none.
+        """
+        num_rows = int(self.step.query_start_loc[-1])
+        request = np.repeat(np.arange(len(self._keep_start)), self._query_lens)
+        keep_start = self._keep_start[request]
+        rows: tuple[Any, ...] = (self.step.positions[:num_rows], block_table, slot_mapping[:num_rows])
+        if self._device.type == "cpu":
+            # The arithmetic below reads the same for both; on the host, NumPy's calls cost a third of torch's.
+            position, block_table, slots = (tensor.numpy() for tensor in rows)
+        else:
+            position, block_table, slots = rows
+            request, keep_start = self._to_device(np.stack([request, keep_start]))
+        no_cell = (position < keep_start) | (slots < 0)
+        cell = position - keep_start % self._block_size
+        # Rows below s_keep may have a cell of -1 or less; it picks a block that is overruled in the last line.
+        slots[:] = block_table[request, cell // self._block_size]
+        slots *= self._block_size
+        slots += cell % self._block_size
+        slots[no_cell] = PAD_SLOT_ID

@@ -15,16 +15,17 @@ record, the key of a question) have no loss, those of an answer have ``ANSWER_WE
 Two variants with the same steps, data and schedule:
 
     plain     every row of every sequence exists in the consumers
-    replay    the same until ``--replay-from``; from there on half of the sequences are split into a prompt of L bytes
-              and its continuation, both L and K at random. Rows below s_keep = L - K exist for the producers and the
-              global KV alone: nothing sees them through a consumer window, and they have no loss. This is decoder
-              replay in post-training, as in the DeepSeek-V4.1 report.
+    replay    the same for 70 % of the steps; then half of the sequences are split into a prompt of L bytes and its
+              continuation, both L and K at random. Rows below s_keep = L - K exist for the producers and the global
+              KV alone: nothing sees them through a consumer window, and they have no loss. This is decoder replay in
+              post-training, as in the DeepSeek-V4.1 report.
 
-    python examples/train_ced.py --variant plain --output models/ced-byte-plain
-    python examples/train_ced.py --variant replay --output models/ced-byte-replay
+    python examples/train_ced.py --variant plain --output models/ced-byte-plain --shared /tmp/shared.pt
+    python examples/train_ced.py --variant replay --output models/ced-byte-replay --shared /tmp/shared.pt
 
-Step i draws from a generator seeded by (seed, i), so an interrupted run that is started again continues as if nothing
-had happened. The state of the run is OUTPUT.state.pt; it is removed on success.
+``--shared`` spares the second run the steps that are the same. Step i draws from a generator seeded by (seed, i), so
+an interrupted run that is started again continues as if nothing had happened. Its state is OUTPUT.state.pt, which is
+removed on success.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from torch import Tensor
 from vllm_yoco.models.checkpoint import BOS, random_state_dict, read_model_config, save_checkpoint
 from vllm_yoco.models.config import YocoModelConfig
 from vllm_yoco.models.reference import DenseYoco
+from vllm_yoco.plan import exact_keep_tokens
 
 CONFIG = Path(__file__).parents[1] / "configs/models/ced-byte-small.json"
 VARIANTS = ("plain", "replay")
@@ -370,19 +372,41 @@ def evaluate_text(
     return total / count / math.log(2)
 
 
+@torch.inference_mode()
+def evaluate_divergence(
+    model: DenseYoco, *, text: Bytes, keep_tokens: int, prompt: int = 768, after: int = 0, pieces: int = 32
+) -> float:
+    """Mean KL divergence in nats of truncated from full prefill: the row ``after`` bytes from the prompt's last one."""
+    size, total = prompt + after - 1, 0.0
+    starts = np.linspace(0, len(text) - size, pieces).astype(int)
+    for group in (starts[i : i + 8] for i in range(0, pieces, 8)):
+        tokens = torch.tensor([[BOS, *text[first : first + size].tolist()] for first in group])
+        full, cut = (
+            model(tokens, num_prompt_tokens=prompt, keep_tokens=keep)[:, -1].double().log_softmax(-1)
+            for keep in (None, keep_tokens)
+        )
+        total += float((full.exp() * (full - cut)).sum())
+    return total / pieces
+
+
+# Model card
+
 GAPS = ((512, 32), (512, 200), (512, 400), (1024, 600), (1024, 900), (2048, 1500), (2048, 1900))
-"""(prompt length, gap) of the final evaluation."""
+"""(prompt length, gap) of the recall table."""
 
 
 def report(model: DenseYoco, text: Bytes, examples: int = 64) -> dict[str, Any]:
     """Figures of the model card: held-out text and recall, with every row and with the smallest K."""
     topology = model.config.topology()
-    keep = topology.consumer_window + 1
-    figures: dict[str, Any] = {"keep_tokens": keep, "examples": examples, "recall": []}
-    figures["text"] = evaluate_text(model, text=text)
-    for k in (None, keep):
-        name = "full" if k is None else "truncated"
-        figures[f"continuation_{name}"] = evaluate_text(model, text=text, prompt=768, keep_tokens=k)
+    window = topology.window
+    exact = exact_keep_tokens(topology.window, 1, topology.num_own_swa_layers, False)
+    keep = window + 1
+    figures: dict[str, Any] = {"keep_tokens": keep, "examples": examples, "text": evaluate_text(model, text=text)}
+    figures["divergence"] = [
+        (k, *(evaluate_divergence(model, text=text, keep_tokens=k, after=after) for after in (0, 1)))
+        for k in (window // 16, window // 4, keep, 2 * window + 1, exact)
+    ]
+    figures["recall"] = []
     for length, gap in GAPS:
         both = [
             evaluate_recall(model, text=text, length=length, gap=gap, keep_tokens=k, examples=examples)
@@ -395,7 +419,8 @@ def report(model: DenseYoco, text: Bytes, examples: int = 64) -> dict[str, Any]:
 def model_card(trainer: Trainer, figures: dict[str, Any], command: str) -> str:
     plan, text, config = trainer.plan, trainer.text, trainer.config
     parameters = sum(p.numel() for p in trainer.model.parameters())
-    rows = "\n".join(f"| {length} | {gap} | {a:.1%} | {b:.1%} |" for length, gap, a, b in figures["recall"])
+    recall = "\n".join(f"| {length} | {gap} | {a:.1%} | {b:.1%} |" for length, gap, a, b in figures["recall"])
+    divergence = "\n".join(f"| {k} | {last:.1e} | {decode:.1e} |" for k, last, decode in figures["divergence"])
     digest = hashlib.sha256(text.tobytes()).hexdigest()[:16]
     truncation = (
         f"From step {plan.parting:,} on, half of the sequences were trained under truncation with random L and K."
@@ -405,7 +430,6 @@ def model_card(trainer: Trainer, figures: dict[str, Any], command: str) -> str:
     keep, count = figures["keep_tokens"], figures["examples"]
     millions, minutes = trainer.tokens / 1e6, trainer.seconds / 60
     producers, window = config.n_prefill_layer, config.sliding_window
-    full, truncated = figures["continuation_full"], figures["continuation_truncated"]
     return f"""---
 license: apache-2.0
 tags: [vllm-yoco, yoco, byte-level]
@@ -422,13 +446,19 @@ A byte-level producer/consumer model to demonstrate and test prefill truncation;
 - Licence: Apache-2.0 for the weights; the text is part of Python (PSF-2.0).
 - Training: {trainer.done:,} steps, {millions:.2f} M tokens, seed {plan.seed}, {minutes:.0f} CPU minutes.
 - Held-out text: {figures["text"]:.3f} bits/byte.
-- Last 256 of 1,024 held-out bytes: {full:.3f} bits/byte; {truncated:.3f} after a prompt of 768 with K = {keep}.
 
 Recall: share of {count} prompts answered exactly, one of 16 records asked for (chance: 0.1 %); lengths in bytes.
 
 | prompt | gap | every row | K = {keep} |
 |---|---|---|---|
-{rows}
+{recall}
+
+What truncation changes on held-out text: mean KL divergence from full prefill in nats, prompts of 768 bytes. K below
+{keep} is refused in serving; the last K is the smallest lossless one (what is left is rounding).
+
+| K | last prompt row | first decode row |
+|---|---|---|
+{divergence}
 
 To reproduce (rounding in floating point depends on the CPU, the text on the version of Python):
 
@@ -444,7 +474,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=Plan.steps)
     parser.add_argument("--seed", type=int, default=Plan.seed)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--start", type=Path, help="OUTPUT.shared.pt of a plain run: skip the steps that are the same")
+    parser.add_argument(
+        "--shared", type=Path, help="file for the state at which the variants part: plain writes, replay reads it"
+    )
     parser.add_argument("--save-every", type=int, default=25, metavar="STEPS")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
@@ -453,9 +485,9 @@ def main(arguments: list[str] | None = None) -> None:
     trainer = Trainer(read_model_config(options.config), plan, text)
     output = options.output
     output.parent.mkdir(parents=True, exist_ok=True)
-    state, shared = (output.with_name(f"{output.name}.{kind}.pt") for kind in ("state", "shared"))
-    source = state if state.exists() else options.start
-    if source:
+    state, shared = output.with_name(f"{output.name}.state.pt"), options.shared
+    source = shared if plan.variant == "replay" and not state.exists() else state
+    if source and source.exists():
         trainer.load_state(source)
         print(f"continuing from {source} at step {trainer.done}", flush=True)
     figures = dict[str, float]()
@@ -467,7 +499,7 @@ def main(arguments: list[str] | None = None) -> None:
             trainer.save_state(state)
             values = "  ".join(f"{name} {value:.3f}" for name, value in figures.items())
             print(f"step {done}  length {plan.length(done - 1)}  {values}  {trainer.seconds:.0f} s", flush=True)
-        if done == plan.parting and plan.variant == "plain":
+        if shared and done == plan.parting and plan.variant == "plain":
             trainer.save_state(shared)
         if done % (10 * options.save_every) == 0:
             bits = evaluate_text(trainer.model, text=held_out)

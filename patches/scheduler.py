@@ -32,7 +32,7 @@ def install() -> None:
             from vllm_yoco.connectors import ExternalHitCap
             from vllm_yoco.kv_cache import PrefixHitCap
 
-            cap = PrefixHitCap(self.kv_cache_manager, truncation.keep_tokens)
+            cap = PrefixHitCap(self.kv_cache_manager, truncation.keep_tokens, counts=self.log_stats)
             if self.connector is not None:
                 ExternalHitCap(self.connector, truncation.keep_tokens, self.block_size, cap)
             if self.log_stats:

@@ -28,6 +28,7 @@ from vllm.forward_context import ForwardContext, create_forward_context, get_for
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.utils import AttentionGroup
 
+from vllm_yoco import integrity
 from vllm_yoco.attention import ClippedBuilderMixin
 from vllm_yoco.config import Truncation
 from vllm_yoco.step import PreparedStep, StepInputs
@@ -79,6 +80,7 @@ class SubBatchBuilder:
         self._global_layers = global_layers
         self._swa_layers = swa_layers
         self._device = device
+        self._checks = integrity.enabled() and bool(swa_layers)
         self._runner_groups: Any = None
 
     def bind(self, attn_groups: list[list[AttentionGroup]]) -> None:
@@ -115,11 +117,15 @@ class SubBatchBuilder:
         real = step.is_prefilling[:num_reqs].numpy() | (step.start >= step.num_prompt_tokens)
         keep_start = np.maximum(step.num_prompt_tokens - self._truncation.keep_tokens, 0)
         keep_start = np.where(real & ~step.keep_all, keep_start, 0).astype(np.int64)
-        if not keep_start.any():
-            return None
-        prepared = PreparedStep(step, query_lens, keep_start, self._block_size, self._truncation, self._device)
-        for group_id in {group.kv_cache_group_id for group in self._swa_groups}:
-            prepared.rewrite_slots(step.slot_mappings[group_id], step.block_tables[group_id])
+        prepared = None
+        if keep_start.any():
+            prepared = PreparedStep(step, query_lens, keep_start, self._block_size, self._truncation, self._device)
+            for group_id in {group.kv_cache_group_id for group in self._swa_groups}:
+                prepared.rewrite_slots(step.slot_mappings[group_id], step.block_tables[group_id])
+        if self._checks:
+            groups = [group for groups in self._runner_groups for group in groups]
+            window = self._truncation.topology.consumer_window
+            integrity.check_step(step, keep_start, real, groups, self._swa_groups, window, prepared)
         return prepared
 
     @contextmanager

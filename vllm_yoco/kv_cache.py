@@ -56,8 +56,9 @@ class PrefixHitCap:
     limit. A hit is shortened by whole blocks, never refused as a whole.
     """
 
-    def __init__(self, kv_cache_manager: Any, keep_tokens: int) -> None:
+    def __init__(self, kv_cache_manager: Any, keep_tokens: int, *, counts: bool = True) -> None:
         self._keep_tokens = keep_tokens
+        self._counts = counts
         self._find_hit: Callable[..., Any] = kv_cache_manager.coordinator.find_longest_cache_hit
         self._get_blocks: Callable[..., Any] = kv_cache_manager.get_computed_blocks
         self._limit: int | None = None
@@ -68,8 +69,9 @@ class PrefixHitCap:
 
     def lose(self, request_id: str, rows: int) -> None:
         """Note that a hit could have been ``rows`` longer."""
-        # Local and external hits end at the same limit, so rows found in both places are the same rows.
-        self._lost[request_id] = max(rows, self._lost.get(request_id, 0))
+        if self._counts:  # otherwise nobody takes them out again
+            # Local and external hits end at the same limit, so rows found in both places are the same rows.
+            self._lost[request_id] = max(rows, self._lost.get(request_id, 0))
 
     def take_lost_rows(self, request_id: str) -> int:
         """Cached rows that the cap made this request compute again, once per look-up."""

@@ -27,6 +27,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1",
+    # The n-gram drafter's numba would raise torch's number of threads, which spin on cores they share.
+    "NUMBA_NUM_THREADS": "1",
 }
 
 

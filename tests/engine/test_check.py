@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.harness import ENVIRONMENT, RUNNERS
+from tests.engine.harness import RUNNERS
 from vllm_yoco.models.checkpoint import random_state_dict, read_model_config, save_checkpoint
 from vllm_yoco.presets import find_model_config
 from vllm_yoco.tools.check import document, plan_study, text
@@ -24,6 +24,7 @@ from vllm_yoco.tools.engine_process import EngineError, EngineHost, Engines
 
 TEST_MODELS = Path(__file__).parents[1] / "data" / "models"
 MODELS = {"ced-tiny": find_model_config("ced-tiny"), **{path.stem: path for path in TEST_MODELS.glob("*.json")}}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 SMALL = ("--quick", "--max-tokens", "3")
 
 KEYS, CELLS, ROWS = "visible window keys", "window cells written", "rows computed"
@@ -65,7 +66,7 @@ def test_passes(host, models, model):
     if has_window:
         expected |= {KEYS, CELLS, f"{KEYS}, mask = compact", f"{CELLS}, mask = compact"}
     assert set(report.tallies) == expected
-    assert all(tally.values > 500 for tally in report.tallies.values())
+    assert all(tally.values > 20 for tally in report.tallies.values())
     assert set(report.differences) == {
         *("mask = compact", "L <= K = off", "K >= exact = off"),
         *(f"{mode}: chunk sizes" for mode in ("off", "mask", "compact")),
@@ -84,7 +85,7 @@ def test_passes_on_given_prompts(host, models, tmp_path):
     lines = [{"prompt": "a" * 150, "continuation": "bc"}, {"prompt_token_ids": [7, 8, 9], "continuation": "de"}]
     prompts.write_text("\n".join(map(json.dumps, lines)))
     flags = ("--prompts", str(prompts), "--keep-tokens", "min,37", "--no-reference", "--quick")
-    study, report = check(host, models / "ced-tiny", *flags, "--", "--block-size", "64")
+    study, report = check(host, models / "ced-tiny", *flags, "--engine-flags", "--block-size 64")
     assert report.ok, text(study, report)
     assert study.keeps == [25, 37]
     assert [len(prompt.tokens) for prompt in study.prompts] == [151, 3]
@@ -115,7 +116,7 @@ def _patch(owner: Any, name: str, value: Any) -> None:
 
 
 def _clip_one_row_more(engines: Engines) -> None:
-    from vllm_yoco import batch
+    from vllm_yoco.batch import PreparedStep
     from vllm_yoco.plan import Chunk, plan_rows
 
     def plan(chunks: list[Chunk], *, keep_tokens: int, **options: Any) -> Any:
@@ -125,7 +126,7 @@ def _clip_one_row_more(engines: Engines) -> None:
         ]
         return plan_rows(later, keep_tokens=keep_tokens, **options)
 
-    _patch(batch, "plan_rows", plan)
+    _patch(sys.modules[PreparedStep.__module__], "plan_rows", plan)
 
 
 def _placeholder_writes(engines: Engines) -> None:
@@ -287,7 +288,7 @@ def test_wrong_arguments(arguments, message):
 
 
 def test_engine_that_cannot_start(models):
-    process = command(str(models / "ced-tiny"), "--quick", "--", "--num-gpu-blocks-override", "1")
+    process = command(str(models / "ced-tiny"), "--quick", "--engine-flags", "--num-gpu-blocks-override 1")
     assert process.returncode == 1
     assert process.stderr.splitlines()[-1].startswith("vllm-yoco check: ")
 

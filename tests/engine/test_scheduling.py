@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.engine.conftest import MAX_LOGPROB_DIFFERENCE, Reference, random_prompt
-from tests.engine.harness import EngineConfig, Engines, Request, RunnerProcess, scheduler_of
+from tests.engine.harness import (
+    EngineConfig,
+    Engines,
+    RemoteError,
+    Request,
+    RunnerProcess,
+    consumer_swa_groups,
+    scheduler_of,
+)
+from tests.engine.poison import model_worker
 from tests.engine.test_equivalence import MODES, ODD_KEEP, WINDOW, check, requests
 from tests.engine.traffic import Arrival, Served, serve
+from vllm_yoco import integrity
 from vllm_yoco.testing.runner_v2_cpu import ENV_ASYNC
 
 # The longest request (512 tokens) needs 16 blocks of global KV and 6 of consumer SWA.
@@ -167,9 +180,178 @@ def test_long_outputs(engine, reference, model_dir, truncation, keep_tokens):
     check(engine, reference, config, batch)
 
 
+def serve_checked(
+    engines: Engines, config: EngineConfig, arrivals: tuple[Arrival, ...], tables: str, *, margin: bool = True
+) -> tuple[Served, list[int]]:
+    """Serve with every step checked against the worker's block tables or the scheduler's.
+
+    Args:
+        tables: ``worker`` is what VLLM_YOCO_DEBUG=1 does; in the scheduler's tables freed blocks are null.
+        margin: False frees consumer SWA blocks as early as vLLM's own layout would.
+
+    Returns:
+        the record, and the rows of each step checked.
+    """
+    checked = []
+    with pytest.MonkeyPatch.context() as patch:
+        if tables == "worker":
+            assert config not in engines.llms, "the runner chooses when it is made"
+            check_step = integrity.check_step
+
+            def counted(step: Any, *args: Any) -> None:
+                check_step(step, *args)
+                checked.append(int(step.query_start_loc[-1]))
+
+            patch.setenv(integrity.ENV, "1")
+            patch.setattr(integrity, "check_step", counted)
+        runner = model_worker(engines, config).model_runner
+        scheduler = scheduler_of(engines, config)
+        [group] = consumer_swa_groups(scheduler)
+        manager = scheduler.kv_cache_manager.coordinator.single_type_managers[group]
+        if not margin:
+            patch.setattr(manager, "extra_retained_tokens", 0)
+        if tables == "scheduler":
+            execute = runner.execute_model
+
+            def execute_model(output: Any, *args: Any, **kwargs: Any) -> Any:
+                if output.num_scheduled_tokens:
+                    check_ownership(output, scheduler.requests, manager.req_to_blocks, config.keep_tokens)
+                    checked.append(output.total_num_scheduled_tokens)
+                return execute(output, *args, **kwargs)
+
+            patch.setattr(runner, "execute_model", execute_model)
+        return serve(engines, config, arrivals), checked
+
+
+def check_ownership(output: Any, requests: dict[str, Any], blocks: dict[str, list[Any]], keep_tokens: int) -> None:
+    cached = output.scheduled_cached_reqs
+    start = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    start |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    lengths = [output.num_scheduled_tokens[name] for name in start]
+    table = np.zeros((len(start), max(len(blocks[name]) for name in start)), dtype=np.int64)
+    for row, name in zip(table, start, strict=True):
+        row[: len(blocks[name])] = [block.block_id for block in blocks[name]]
+    integrity.check_cells(
+        request=np.repeat(np.arange(len(start)), lengths),
+        position=np.concatenate([np.arange(start[name], start[name] + n) for name, n in zip(start, lengths)]),
+        keep_start=np.array([max(0, requests[name].num_prompt_tokens - keep_tokens) for name in start]),
+        block_table=table,
+        window=WINDOW,
+        block_size=32,
+    )
+
+
+@pytest.mark.parametrize("tables", ["worker", "scheduler"])
+@pytest.mark.parametrize("truncation", MODES)
+def test_every_step_owns_its_cells(engine, reference, model_dir, truncation, tables):
+    """Preemption, resumption and prefix hits in a small pool, all cells of all steps checked."""
+    slots = 6 if tables == "worker" else 8
+    config = EngineConfig(
+        model_dir("ced-tiny"), truncation, ODD_KEEP, prefix_caching=True, max_num_seqs=slots, **SMALL
+    )
+    arrivals = CROSSING + tuple(Arrival(arrival.request, at=40) for arrival in ALONE)
+    served, checked = engine.call(serve_checked, config, arrivals, tables)
+    assert sum(served.preemptions) >= 2
+    assert checked == [sum(step.rows.values()) for step in served.steps]
+
+
+@pytest.mark.parametrize(
+    ("tables", "found"), [("worker", "another (request|KV cache group) uses too"), ("scheduler", "in no block of its")]
+)
+def test_check_finds_blocks_freed_too_early(engine, model_dir, tables, found):
+    """Negative control: without the spec's margin, on a real engine."""
+    slots = {"worker": 5, "scheduler": 4}[tables]
+    config = EngineConfig(model_dir("ced-tiny"), "compact", ODD_KEEP, max_num_seqs=slots, num_blocks=46)
+    arrivals = tuple(Arrival(request) for request in requests((193, 300, 97, 411, 500, 170, 266), max_tokens=40))
+    with pytest.raises(RemoteError, match=f"IntegrityError.*{found}"):
+        engine.call(functools.partial(serve_checked, margin=False), config, arrivals, tables)
+
+
+class TestPlantedFaults:
+    """Two requests of a step, in blocks of 4 with W = 3. Their blocks from 0: [., 7, 8] and [5, 6].
+
+    request 0: s_keep = 6, so r = 2 and its cells start with block 1: rows 5 to 9, of which 5 is dropped
+    request 1: s_keep = 0, the stock layout: row 6 alone
+    """
+
+    REQUEST = np.array([0, 0, 0, 0, 0, 1])
+    POSITION = np.array([5, 6, 7, 8, 9, 6])
+    KEEP_START = np.array([6, 0])
+    TABLE = np.array([[0, 7, 8], [5, 6, 0]])
+    SLOTS = np.array([-1, 28, 29, 30, 31, 26])
+
+    def cells(self, table: np.ndarray = TABLE, foreign: tuple[int, ...] = (1, 2)) -> integrity.Cells:
+        return integrity.check_cells(
+            self.REQUEST,
+            self.POSITION,
+            self.KEEP_START,
+            table,
+            window=3,
+            block_size=4,
+            foreign_blocks=np.array(foreign),
+        )
+
+    def test_healthy(self):
+        cells = self.cells()
+        integrity.check_writes(cells, self.SLOTS)
+        assert cells.slot.tolist() == [
+            *([-1, -1, -1], [28, -1, -1], [29, 28, -1], [30, 29, 28], [31, 30, 29]),
+            [26, 25, 24],
+        ]
+
+    @pytest.mark.parametrize(
+        ("place", "block", "found"),
+        [
+            ((0, 1), 0, "key at 6 of request 0 lies in no block"),
+            ((1, 1), 0, "key at 6 of request 1 lies in no block"),
+            ((1, 1), 7, "key at 6 of request 0 lies in a block that another request"),
+            ((0, 1), 2, "key at 6 of request 0 lies in a block that another KV cache group"),
+        ],
+    )
+    def test_block(self, place, block, found):
+        table = self.TABLE.copy()
+        table[place] = block
+        with pytest.raises(integrity.IntegrityError, match=found):
+            self.cells(table)
+
+    def test_blocks_outside_every_window_do_not_matter(self):
+        """A block that the window has left may be freed and shared: request 1 does not see block 0 of its own."""
+        table = self.TABLE.copy()
+        table[1, 0] = 7
+        self.cells(table)
+
+    @pytest.mark.parametrize("row", range(6))
+    def test_slot(self, row):
+        slots = self.SLOTS.copy()
+        slots[row] += 1
+        with pytest.raises(integrity.IntegrityError, match=f"key at {self.POSITION[row]} .*another slot"):
+            integrity.check_writes(self.cells(), slots)
+
+    @pytest.mark.parametrize(
+        ("seq_lens", "table", "found"),
+        [
+            ([4, 7], [[7, 8], [5, 6]], None),  # cut at s_keep
+            ([8, 7], [[0, 7], [5, 6]], "request 0"),  # r taken off, nothing cut: row 6 would see what is below s_keep
+            ([10, 7], [[0, 7, 8], [5, 6, 0]], "request 0"),  # the stock view
+            ([4, 7], [[8, 7], [5, 6]], "request 0"),  # one block too many cut
+            ([4, 6], [[7, 8], [5, 6]], "request 1"),
+        ],
+    )
+    def test_view(self, seq_lens, table, found):
+        rows = np.arange(1, 6)  # compact: the dropped row is not in the batch
+        call = functools.partial(integrity.check_view, self.cells(), rows, window=3, block_size=4)
+        if found is None:
+            call(np.array(seq_lens), np.array(table))
+            return
+        with pytest.raises(integrity.IntegrityError, match=f"{found} is not where"):
+            call(np.array(seq_lens), np.array(table))
+
+
 @pytest.fixture(scope="module")
 def asynchronous() -> Iterator[RunnerProcess]:
     """V2 with steps scheduled ahead of results, its default on a GPU. V1 cannot do so on a CPU."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Model Runner V2 on a CPU needs Triton's interpreter")
     process = RunnerProcess("v2", {ENV_ASYNC: "1"})
     yield process
     process.close()

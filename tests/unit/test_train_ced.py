@@ -193,6 +193,26 @@ def test_evaluation_counts_exact_answers_under_the_asked_truncation() -> None:
     model = trainer().model
     assert ced.evaluate_recall(model, **options) < 0.5
     assert 6 < ced.evaluate_text(model, text=HELD_OUT[:512], length=128, prompt=64, keep_tokens=9) < 12
+    cut, exact = (
+        ced.evaluate_divergence(model, text=HELD_OUT, keep_tokens=keep, prompt=64, after=1, pieces=4)
+        for keep in (1, 2 * WINDOW - 1)
+    )
+    assert cut > 1e-4 and 0 <= exact < 1e-9
+
+
+def test_command_writes_both_checkpoints_with_their_cards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ced, "GAPS", ((64, 40),))
+    monkeypatch.setattr(ced, "load_text", lambda: (TEXT, HELD_OUT[:2048]))
+    tiny_config().save_pretrained(tmp_path)
+    common = ["--config", str(tmp_path / "config.json"), "--steps", "3", "--shared", str(tmp_path / "shared.pt")]
+    for variant in ced.VARIANTS:
+        ced.main(["--variant", variant, "--output", str(tmp_path / variant), *common])
+        assert "| 64 | 40 |" in (tmp_path / variant / "README.md").read_text(encoding="utf-8")
+    assert f"continuing from {tmp_path / 'shared.pt'} at step 3" in capsys.readouterr().out
+    plain, replay = (load_checkpoint(tmp_path / variant)[1] for variant in ced.VARIANTS)
+    assert all(torch.equal(plain[name], replay[name]) for name in plain)  # with 3 steps they do not part
 
 
 @pytest.mark.parametrize("variant", ced.VARIANTS)

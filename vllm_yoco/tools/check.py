@@ -25,6 +25,7 @@ Exit code: 0 if everything agrees; 1 if not, or if an engine failed; 2 for wrong
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -34,6 +35,8 @@ from typing import TYPE_CHECKING, Any
 from vllm_yoco.tools.check_inputs import (
     MODEL_HELP,
     PROMPTS_HELP,
+    SHARED_PARAMETERS,
+    kv_cache_bytes,
     open_model,
     random_prompts,
     read_prompts,
@@ -71,7 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="fewer lengths, K and chunk sizes")
     add_json_argument(parser)
-    parser.add_argument("engine_flags", metavar="-- FLAG", nargs="*", help="further engine flags of vLLM")
+    parser.add_argument(
+        "--engine-flags", metavar="FLAGS", type=shlex.split, default=[], help="of vLLM, as in '--block-size 64'"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -81,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         ValueError: for arguments that do not fit each other or the model.
         OSError: for a file that cannot be read or written.
     """
-    with open_model(args.model, args.seed) as (directory, config), EngineHost(args.runner) as host:
+    with open_model(args.model, args.seed) as (directory, config), _host(args, config) as host:
         study = plan_study(args, directory, config, host)
         try:
             report = run_study(host, study)
@@ -90,6 +95,12 @@ def run(args: argparse.Namespace) -> int:
             return 1
     emit("check", text(study, report), document(study, report), args.json)
     return 0 if report.ok else 1
+
+
+def _host(args: argparse.Namespace, config: YocoModelConfig) -> EngineHost:
+    from vllm_yoco.models.checkpoint import parameter_count
+
+    return EngineHost(args.runner, share=parameter_count(config) <= SHARED_PARAMETERS)
 
 
 def plan_study(args: argparse.Namespace, directory: str, config: YocoModelConfig, host: EngineHost) -> Study:
@@ -130,10 +141,11 @@ def plan_study(args: argparse.Namespace, directory: str, config: YocoModelConfig
         spec=EngineSpec(
             model=directory,
             truncation="off",
-            keep_tokens=0,
+            keep_tokens=least.keep_tokens,
             dtype=dtype,
             max_model_len=max_prompt + args.max_tokens + 1,
             chunk_tokens=max(chunks),
+            kv_cache_bytes=kv_cache_bytes(config, max_prompt + args.max_tokens + 1),
             flags=tuple(args.engine_flags),
         ),
     )

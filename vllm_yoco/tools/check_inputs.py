@@ -14,12 +14,16 @@ import numpy as np
 
 from vllm_yoco.config import CONFIG_KEY, Truncation, YocoConfig, resolve_truncation
 from vllm_yoco.presets import find_model_config, model_presets
+from vllm_yoco.tools.engine_process import MAX_NUM_SEQS
 from vllm_yoco.topology import LayerTopology
 
 if TYPE_CHECKING:
     from vllm_yoco.models.config import YocoModelConfig
 
 MODEL_HELP = f"checkpoint directory; or, for random weights, a config file or one of {', '.join(model_presets())}"
+
+SHARED_PARAMETERS = 200_000_000
+"""Up to here several engines of a model may be up at a time, and the dense float32 model is no burden."""
 
 PROMPTS_HELP = (
     'JSON Lines (*.jsonl): each line a string or an object with "prompt" or "prompt_token_ids", and "continuation" or'
@@ -73,6 +77,15 @@ def resolve_keeps(text: str, topology: LayerTopology) -> list[Truncation]:
         truncation = resolve_truncation(YocoConfig.from_additional_config({CONFIG_KEY: settings}), topology)
         found.setdefault(truncation.keep_tokens, truncation)
     return [found[keep] for keep in sorted(found)]
+
+
+def kv_cache_bytes(config: YocoModelConfig, max_model_len: int) -> int:
+    """Enough KV cache for a full batch of the longest requests, in bytes, whatever the block size."""
+    topology = config.topology()
+    layers = topology.boundary + len(topology.kv_source_layers) + len(topology.swa_layers)
+    per_token = layers * 2 * config.num_key_value_heads * config.head_dim * 4
+    # Groups of layers are padded to one size, and requests to blocks.
+    return max(64 << 20, 2 * MAX_NUM_SEQS * (max_model_len + 512) * per_token)
 
 
 @dataclass(frozen=True)

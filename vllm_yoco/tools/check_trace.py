@@ -58,7 +58,13 @@ class Recorder:
             attention.register_forward_pre_hook(lambda m, args, i=index: self._on_consumer(m, args, i))
             attention.o_proj.register_forward_pre_hook(lambda m, args, a=attention: self._on_output(a, args[0]))
             if attention.has_swa:
+                self._mark_null_block(attention.swa_attn.kv_cache)
                 attention.swa_attn.register_forward_pre_hook(lambda m, args: self._on_window(m))
+
+    def _mark_null_block(self, cache: torch.Tensor) -> None:
+        """Ones where no request has a cell: a row that reads them does not look like a row that sees nothing."""
+        if cache.shape[0] == self._num_blocks:
+            cache[0].fill_(1)
 
     def take(self) -> tuple[list[RequestTrace], list[str]]:
         """Traces in the order of admission, and what was wrong at once."""
@@ -70,9 +76,10 @@ class Recorder:
     def _execute_model(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         starts = {}
         for new in scheduled.scheduled_new_reqs:
-            number = len(self._requests)
-            trace = RequestTrace.empty(len(new.prompt_token_ids), len(self._consumers))
-            self._requests[new.req_id] = _Request(number, trace, [list(ids) for ids in new.block_ids])
+            if new.req_id not in self._requests:  # V2 counts a request that resumes as new
+                trace = RequestTrace.empty(len(new.prompt_token_ids), len(self._consumers))
+                self._requests[new.req_id] = _Request(len(self._requests), trace)
+            self._requests[new.req_id].blocks = [list(ids) for ids in new.block_ids]
             starts[new.req_id] = new.num_computed_tokens
         cached = scheduled.scheduled_cached_reqs
         for req_id, blocks, start in zip(

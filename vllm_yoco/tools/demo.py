@@ -43,8 +43,8 @@ HELP = "serve a YOCO model with and without prefill truncation; compare rows, ti
 MODES = ("compact", "off")
 MAX_MODEL_LEN = 8192
 REPEATS = 3
-TOP = 20
-"""Log-probabilities that a server returns per token, unless it is started with another --max-logprobs."""
+SCATTER = 1.25  # longest over shortest time of a mode, above which other work disturbed it
+TOP = 20  # log-probabilities per token, as many as a server returns by default (--max-logprobs)
 
 PROMPT, WARM_UP = topics["specialnames"], topics["compound"]
 ENV = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
@@ -121,8 +121,7 @@ def _demo(args: argparse.Namespace, folder: Path) -> int:
     text = PROMPT if args.prompt_file is None else args.prompt_file.read_text(encoding="utf-8")
     prompts = [_cut(words, args.prompt_tokens) for words in (WARM_UP, text)]
     if not args.model:
-        count = checkpoint.parameter_count(config)
-        _say(f"making {args.config} with {count:,} random weights: its text is noise, its cost is not")
+        _say(f"making {args.config}, {checkpoint.parameter_count(config):,} random weights (its text will be noise)")
         checkpoint.save_checkpoint(model, config, checkpoint.random_state_dict(config, seed=0))
     logs: Path = (args.log_dir or folder).resolve()
     logs.mkdir(parents=True, exist_ok=True)
@@ -196,8 +195,8 @@ def _ask(mode: str, server: Server, client: OpenAI, prompts: list[str], max_toke
         rows += [count - earlier for count, earlier in zip(_computed_rows(server), before, strict=True)]
         _say(f"{mode}: first token {repeat + 1} of {REPEATS} after {seconds[-1]:.2f} s")
     logprobs = choice.logprobs
-    scores = [*logprobs.token_logprobs, *(score for top in logprobs.top_logprobs for score in top.values())]
-    finite = all(score is not None and math.isfinite(score) for score in scores)
+    scores = [logprobs.token_logprobs, *(top.values() for top in logprobs.top_logprobs)]
+    finite = all(score is not None and math.isfinite(score) for row in scores for score in row)
     return Answers(usage.prompt_tokens, rows, seconds, logprobs.tokens, logprobs.top_logprobs[0], finite)
 
 
@@ -220,28 +219,30 @@ def find_problems(answers: dict[str, Answers], truncation: Truncation) -> list[s
 def summary(compact: Answers, off: Answers, config: YocoModelConfig, truncation: Truncation) -> str:
     length, pair = off.prompt_tokens, (compact, off)
     rows = [f"{'/'.join(f'{n:,}' for n in sorted(set(a.rows)))} of {length:,}" for a in pair]
-    fastest = [min(answer.first_token_seconds) for answer in pair]
+    best, worst = ([pick(a.first_token_seconds) for a in pair] for pick in (min, max))
     prefill, cost = Prefill(length, "compact", truncation.keep_tokens), YocoCost(config)
     kept = cost.of(prefill)
     most = cost.of(Prefill(length)).total_flops / (kept.total_flops - kept.consumer_flops)
-    agreeing = next((i for i, (a, b) in enumerate(zip(*(a.tokens for a in pair), strict=False)) if a != b), None)
+    equal = [ours == theirs for ours, theirs in zip(compact.tokens, off.tokens, strict=True)]
+    agreeing = [*equal, False].index(False)
     both = compact.top_logprobs.keys() & off.top_logprobs.keys()
     furthest = max((abs(compact.top_logprobs[token] - off.top_logprobs[token]) for token in both), default=math.nan)
     lossless = "lossless" if truncation.lossless else f"approximate; lossless from {truncation.exact_keep_tokens}"
     lines = {
-        "time to first token": f"{fastest[1] / fastest[0]:.2f}x faster; by FLOPs {cost.speedup_ceiling(prefill):.2f}x,"
+        "speed-up": f"{best[1] / best[0]:.2f}x; by FLOPs {cost.speedup_ceiling(prefill):.2f}x,"
         f" with consumer layers for free {most:.2f}x",
         "kept rows K": f"{truncation.keep_tokens} ({truncation.keep_tokens_rule}), {lossless}",
-        "continuation": f"all {len(off.tokens)} greedy tokens agree"
-        if agreeing is None
-        else f"greedy tokens agree up to token {agreeing} of {len(off.tokens)}",
+        "continuation": f"the first {agreeing} of {len(off.tokens)} greedy tokens agree",
         "first token": f"log-probabilities differ by at most {furthest:.2g} nat ({len(both)} tokens in both top {TOP})",
     }
     measured = [
         (f"rows in each of {truncation.topology.num_consumers} consumer layers", *rows),
-        (f"time to first token, best of {REPEATS}", *(f"{seconds:.3f} s" for seconds in fastest)),
+        (f"time to first token, best of {REPEATS}", *(f"{seconds:.3f} s" for seconds in best)),
+        ("  the worst of them", *(f"{seconds:.3f} s" for seconds in worst)),
     ]
-    return "\n".join([table(("", *MODES), measured), "", *(f"{name:21}{text}" for name, text in lines.items())])
+    if any(slow > SCATTER * fast for slow, fast in zip(worst, best, strict=True)):
+        lines["note"] = "times scatter: the machine was busy, so that their ratio means little"
+    return "\n".join([table(("", *MODES), measured), "", *(f"{name:14}{text}" for name, text in lines.items())])
 
 
 def _say(line: str) -> None:

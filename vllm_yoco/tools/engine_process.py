@@ -1,9 +1,9 @@
 """vLLM engines of one model runner in a child process, for commands that compare engines.
 
 The runner is chosen by the environment before vLLM is imported, and an engine gives its memory back for certain only
-when its process ends. So engines live in a child: all of them in one on a CPU, where starting is the slow part; one
-at a time on a GPU, whose memory the next engine needs. Inside the child they run in-process, where the scheduler and
-the model can be reached. A job is a module-level function that takes the child's ``Engines`` first.
+when its process ends. So engines live in a child: small ones on a CPU together, because importing vLLM is the slow
+part there; others one at a time, because the next one needs the memory. Inside the child they run in-process, where
+the scheduler and the model can be reached. A job is a module-level function that takes the child's ``Engines`` first.
 
     with EngineHost("v1") as host:
         answers = host.run(spec, generate, prompts, 8)  # see engine_generate
@@ -33,13 +33,13 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 DEFAULTS = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
 }
 
+MAX_NUM_SEQS = 8
 JOIN_SECONDS = 20
 
 
@@ -51,6 +51,7 @@ class EngineSpec:
         keep_tokens: K in rows.
         max_model_len: prompt and continuation, in tokens.
         chunk_tokens: largest step, in tokens; ``generate`` may use less.
+        kv_cache_bytes: on a CPU; a GPU gives the engine what it has.
         flags: further engine flags of vLLM, as on its command line. They win over what is chosen here.
     """
 
@@ -60,7 +61,8 @@ class EngineSpec:
     dtype: str
     max_model_len: int
     chunk_tokens: int
-    max_num_seqs: int = 8
+    kv_cache_bytes: int
+    max_num_seqs: int = MAX_NUM_SEQS
     flags: tuple[str, ...] = ()
 
     @property
@@ -95,7 +97,10 @@ class Engines:
                 "additional_config": {"yoco": {"truncation": spec.truncation, "keep_tokens": spec.keep_tokens}},
             }
             if current_platform.is_cpu():
-                options["gpu_memory_utilization"] = 0.2
+                options["kv_cache_memory_bytes"] = spec.kv_cache_bytes
+                # The pool hands out every block before it reuses one, and engines stay alive: each gets what its
+                # batch needs and no more.
+                options["num_gpu_blocks_override"] = 3 * spec.max_num_seqs * (spec.max_model_len // 32 + 2)
             # Teacher forcing, see engine_generate.
             if self.runner == "v2":
                 options["enable_trace_replay"] = True
@@ -110,8 +115,9 @@ class Engines:
     def shut_down(self) -> None:
         """End worker processes (tensor parallelism); everything else ends with this process, and faster."""
         for llm in self.llms.values():
-            with contextlib.suppress(Exception):
-                llm.llm_engine.engine_core.engine_core.model_executor.shutdown()
+            if llm.llm_engine.vllm_config.parallel_config.world_size > 1:
+                with contextlib.suppress(Exception):
+                    llm.llm_engine.engine_core.engine_core.model_executor.shutdown()
 
 
 class EngineError(RuntimeError):
@@ -127,6 +133,7 @@ class EngineHost:
 
     Args:
         runner: ``v1``, ``v2``, or ``auto`` for vLLM's usual choice: V2 on a GPU, V1 on a CPU.
+        share: keep all engines in one child; on a GPU this is never done.
         environment: extra variables, in place before vLLM is imported.
         initializer: called in each child before its first job.
     """
@@ -135,6 +142,7 @@ class EngineHost:
         self,
         runner: str = "auto",
         *,
+        share: bool = True,
         environment: dict[str, str] | None = None,
         initializer: Callable[[], None] | None = None,
     ) -> None:
@@ -143,6 +151,7 @@ class EngineHost:
         self.on_gpu = torch.cuda.is_available()
         usual = {"1": "v2", "0": "v1"}.get(os.environ.get("VLLM_USE_V2_MODEL_RUNNER", ""))
         self.runner = (usual or ("v2" if self.on_gpu else "v1")) if runner == "auto" else runner
+        self._share = share and not self.on_gpu
         self._settings = (self.runner, self.on_gpu, environment or {}, initializer)
         self._log = Path(tempfile.mkstemp(prefix="vllm-yoco-engine-", suffix=".log")[1])
         self._process: Any = None
@@ -161,7 +170,7 @@ class EngineHost:
         Raises:
             EngineError: the job raised, or the child died.
         """
-        if self.on_gpu and spec != self._spec:
+        if spec != self._spec and not self._share:
             self.close()
         self._spec = spec
         return self.call(job, spec, *args)

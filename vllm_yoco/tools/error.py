@@ -31,6 +31,7 @@ Exit code: 0; 1 if something changed that must not, or an engine failed; 2 for w
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -44,7 +45,9 @@ from vllm_yoco.config import Truncation
 from vllm_yoco.tools.check_inputs import (
     MODEL_HELP,
     PROMPTS_HELP,
+    SHARED_PARAMETERS,
     Prompt,
+    kv_cache_bytes,
     open_model,
     random_prompts,
     read_prompts,
@@ -62,9 +65,6 @@ if TYPE_CHECKING:
 
 HELP = "measure what truncation changes in a model's output, over K, position and layer"
 
-REFERENCE_PARAMETERS = 200_000_000
-"""Up to here the dense float32 model is the default backend."""
-
 SWEEP_POINTS = 6
 RANDOM_PROMPTS = 4
 
@@ -81,7 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of random prompts and weights (default: 0)")
     parser.add_argument("--out", metavar="DIR", type=Path, help="write report.json, report.md and plots there")
     add_json_argument(parser)
-    parser.add_argument("engine_flags", metavar="-- FLAG", nargs="*", help="engine: further flags of vLLM")
+    parser.add_argument(
+        "--engine-flags", metavar="FLAGS", type=shlex.split, default=[], help="engine: of vLLM, as in '--block-size 64'"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -148,7 +150,7 @@ def _backend(
 ) -> Iterator[Backend]:
     from vllm_yoco.models.checkpoint import parameter_count
 
-    small = parameter_count(config) <= REFERENCE_PARAMETERS
+    small = parameter_count(config) <= SHARED_PARAMETERS
     if args.backend == "reference" or (args.backend == "auto" and small):
         import torch
 
@@ -158,7 +160,7 @@ def _backend(
         yield ReferenceBackend(model, max_keep=truncations[-1].keep_tokens)
         return
     longest = max(len(prompt.tokens) for prompt in prompts)
-    with EngineHost(args.runner) as host:
+    with EngineHost(args.runner, share=small) as host:
         spec = EngineSpec(
             model=directory,
             truncation="off",
@@ -166,6 +168,7 @@ def _backend(
             dtype=args.dtype or ("auto" if host.on_gpu else "float32"),
             max_model_len=longest + args.max_tokens + 1,
             chunk_tokens=max(2048, longest),
+            kv_cache_bytes=kv_cache_bytes(config, longest + args.max_tokens + 1),
             flags=tuple(args.engine_flags),
         )
         yield EngineBackend(host, spec, host.run(spec, engine_facts)["dtype"])

@@ -93,7 +93,7 @@ def running_server(
         arguments: what follows ``vllm serve``; host and port are added.
         log: file for everything the server prints.
         env: variables on top of this process's.
-        progress: called every ten seconds of the start, with the seconds and the last line of the log.
+        progress: called every ten seconds of the start, thirty if the log is silent: seconds, last line of the log.
 
     Raises:
         ServerError: it did not become healthy.
@@ -179,6 +179,7 @@ def _wait_until_healthy(
     process: subprocess.Popen[bytes], url: str, log: Path, timeout: float, progress: Callable[[float, str], None]
 ) -> float:
     start = shown = time.monotonic()
+    last_line = ""
     while True:
         code = process.poll()
         if code is not None:
@@ -186,10 +187,10 @@ def _wait_until_healthy(
         with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
             if _opener.open(f"{url}/health", timeout=5).status == 200:
                 return time.monotonic() - start
-        now = time.monotonic()
+        now, line = time.monotonic(), log_tail(log, 1)
         if now - start > timeout:
             raise ServerError(f"the server was not healthy within {timeout:.0f} s", log_tail(log))
-        if now - shown > 10:
-            shown = now
-            progress(now - start, log_tail(log, 1))
+        if now - shown > (30 if line == last_line else 10):
+            shown, last_line = now, line
+            progress(now - start, line)
         time.sleep(0.5)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -109,7 +109,7 @@ def check_cells(
 
 def check_writes(cells: Cells, slot_mapping: IntArray) -> None:
     """The slot mapping [T] of the step writes each retained row's own cell and nothing else."""
-    right = slot_mapping == cells.own_slot
+    right = np.asarray(slot_mapping == cells.own_slot)
     _check(right[:, None], "is written to another slot than its own", cells.request, cells.position[:, None])
 
 
@@ -162,13 +162,12 @@ def check_step(
     request = np.repeat(np.arange(num_reqs), np.diff(step.query_start_loc))
     position = step.positions[:num_rows].cpu().numpy().astype(np.int64)
     tables = [table[:num_reqs].cpu().numpy().astype(np.int64) for table in step.block_tables]
-    swa_ids = {group.kv_cache_group_id for group in swa_groups}
-    for group_id in swa_ids:
+    for group_id in {group.kv_cache_group_id for group in swa_groups}:
         block_size = swa_groups[0].kv_cache_spec.block_size
         foreign = [
             _used_blocks(tables[other.kv_cache_group_id], request, position, other.kv_cache_spec)
             for other in groups
-            if other.kv_cache_group_id not in swa_ids
+            if other.kv_cache_group_id != group_id
         ]
         is_real = real[request]
         cells = check_cells(
@@ -199,14 +198,14 @@ def check_step(
         )
 
 
-def _used_blocks(table: IntArray, request: IntArray, position: IntArray, spec: object) -> IntArray:
+def _used_blocks(table: IntArray, request: IntArray, position: IntArray, spec: Any) -> IntArray:
     """Blocks of one KV cache group that the step reads or writes: full attention from 0, else from the window."""
     window = getattr(spec, "sliding_window", None)
     blocks = []
-    for index in np.unique(request):
+    for index in np.unique(request).tolist():
         rows = position[request == index]
         first = 0 if window is None else max(0, int(rows.min()) - window + 1)
-        blocks.append(table[index, first // spec.block_size : int(rows.max()) // spec.block_size + 1])  # type: ignore[attr-defined]
+        blocks.append(table[index, first // spec.block_size : int(rows.max()) // spec.block_size + 1])
     return np.setdiff1d(np.concatenate(blocks), [NULL_BLOCK])
 
 

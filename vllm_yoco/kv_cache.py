@@ -64,8 +64,23 @@ class PrefixHitCap:
         self._limit: int | None = None
         self._lost: dict[str, int] = {}
         self._last_lost = 0
+        for manager in kv_cache_manager.coordinator.single_type_managers:
+            manager.cache_blocks = self._retaining(manager.cache_blocks)
         kv_cache_manager.coordinator.find_longest_cache_hit = self._find_longest_cache_hit
         kv_cache_manager.get_computed_blocks = self._get_computed_blocks
+
+    def _retaining(self, cache_blocks: Callable[..., Any]) -> Callable[..., Any]:
+        """Keep a sliding producer's KV below ``s_keep`` too, where a repeated prompt resumes.
+
+        vLLM's sparse retention keeps a window's worth of blocks below ``L - 1`` only, where it would resume without
+        the cap (``replay_boundaries`` in vllm/v1/core/kv_cache_coordinator.py); every hit would be refused as a whole.
+        """
+
+        def retaining(request: Any, *args: Any, replay_boundaries: Any = (), **kwargs: Any) -> Any:
+            resume = keep_start(request.num_prompt_tokens, self._keep_tokens)
+            return cache_blocks(request, *args, replay_boundaries=(*replay_boundaries, resume), **kwargs)
+
+        return retaining
 
     def lose(self, request_id: str, rows: int) -> None:
         """Note that a hit could have been ``rows`` longer."""

@@ -93,6 +93,14 @@ def test_passes_on_given_prompts(host, models, tmp_path):
     assert any("exact" in note for note in report.notes)
 
 
+def test_passes_under_preemption(host, models):
+    """A pool too small for the batch: requests are preempted and recompute their rows under the same plan."""
+    flags = ("--quick", "--max-tokens", "40", "--no-reference", "--engine-flags", "--num-gpu-blocks-override 24")
+    study, report = check(host, models / "ced-tiny", *flags)
+    assert report.ok, text(study, report)
+    assert report.recomputed_rows > 1000
+
+
 # --- Planted bugs. They live in the engines' process and are applied to live engines.
 
 _repairs: list[Callable[[], None]] = []

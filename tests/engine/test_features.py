@@ -39,6 +39,20 @@ def test_sliding_producers(engine, reference, tmp_path_factory):
         check(engine, reference, EngineConfig(str(directory / "model"), truncation, ODD_KEEP), requests())
 
 
+def test_prefix_hits_with_sliding_producers(engine, reference, tmp_path_factory):
+    """A hit needs the producers' window below the cap as well, which vLLM does not retain by itself."""
+    directory = tmp_path_factory.mktemp("sliding")
+    config = read_model_config("tests/data/models/sliding-producers.json")
+    save_checkpoint(directory / "model", config, random_state_dict(config, seed=3))
+    engine_config = EngineConfig(str(directory / "model"), "compact", ODD_KEEP, prefix_caching=True)
+    batch = requests((97, 300, 411))
+    check(engine, reference, engine_config, batch)
+    results = engine.generate(engine_config, batch)
+    for request, result in zip(batch, results, strict=True):
+        assert result.num_cached_tokens == (len(request.prompt) - ODD_KEEP) // 32 * 32
+        reference.check(engine_config.model, request, result, ODD_KEEP)
+
+
 def several_samples(engines: Engines, config: EngineConfig, prompt: tuple[int, ...]) -> list[list[int]]:
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt

@@ -220,7 +220,6 @@ REFUSED_ARGUMENTS = [
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
         "--kv-transfer-config (connector ExampleConnector): ",
     ),
-    ({"kv_offloading_size": 1.0}, "--kv-offloading-size (connector OffloadingConnector): "),
     (
         {"speculative_config": {"method": "draft_model", "model": "MODEL", "num_speculative_tokens": 2}},
         "--speculative-config method=draft_model: must be one of ngram",

@@ -233,7 +233,7 @@ def check_ownership(output: Any, requests: dict[str, Any], blocks: dict[str, lis
         row[: len(blocks[name])] = [block.block_id for block in blocks[name]]
     integrity.check_cells(
         request=np.repeat(np.arange(len(start)), lengths),
-        position=np.concatenate([np.arange(start[name], start[name] + n) for name, n in zip(start, lengths)]),
+        position=np.concatenate([start[name] + np.arange(output.num_scheduled_tokens[name]) for name in start]),
         keep_start=np.array([max(0, requests[name].num_prompt_tokens - keep_tokens) for name in start]),
         block_table=table,
         window=WINDOW,
@@ -246,9 +246,7 @@ def check_ownership(output: Any, requests: dict[str, Any], blocks: dict[str, lis
 def test_every_step_owns_its_cells(engine, reference, model_dir, truncation, tables):
     """Preemption, resumption and prefix hits in a small pool, all cells of all steps checked."""
     slots = 6 if tables == "worker" else 8
-    config = EngineConfig(
-        model_dir("ced-tiny"), truncation, ODD_KEEP, prefix_caching=True, max_num_seqs=slots, **SMALL
-    )
+    config = EngineConfig(model_dir("ced-tiny"), truncation, ODD_KEEP, prefix_caching=True, max_num_seqs=slots, **SMALL)
     arrivals = CROSSING + tuple(Arrival(arrival.request, at=40) for arrival in ALONE)
     served, checked = engine.call(serve_checked, config, arrivals, tables)
     assert sum(served.preemptions) >= 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 
@@ -40,7 +41,7 @@ def edges(served: Served, arrivals: tuple[Arrival, ...], keep: int) -> Counter[s
         length = len(arrival.request.prompt)
         shift = keep_start(length, keep) % BLOCK
         decodes = [step for step in served.steps if index in step.rows and step.start[index] >= length]
-        for step, following in zip(decodes, decodes[1:], strict=False):
+        for step, following in pairwise(decodes):
             first, drafts = step.start[index], step.drafts.get(index, 0)
             accepted = following.start[index] - first - 1
             if index in following.resumed or not 0 <= accepted <= drafts:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.traffic import engine_configs, mismatch, run_round, save_models
 
-ROUNDS = 28
+ROUNDS = 21
 
 
 @pytest.mark.slow

@@ -15,7 +15,8 @@ Level 2, values. Along one continuation, forced on every engine, log-probabiliti
 JSON (``--json``): command, version, ok, model, engine {runner, device, dtype, backends, block_size}, window, exact,
 keep_tokens [K], chunk_tokens, prompt_tokens [L], continuation_tokens, metadata [{check, values, mismatches, where}],
 values [{check, ok, tables, positions, values, largest, mean, limit, where, top_changed}], effect (largest
-|delta log-probability| of the smallest K against off; null if nothing was dropped), problems, notes.
+|delta log-probability| of the smallest K against off; null if nothing was dropped), recomputed_rows (after
+preemptions, all runs), problems, notes.
 
 Engines run eagerly, so that hooks see every step: what CUDA graphs replay is not looked at.
 
@@ -175,6 +176,7 @@ def document(study: Study, report: Report) -> dict[str, Any]:
         "metadata": [asdict(tally) for tally in report.tallies.values()],
         "values": [d.describe() for d in report.differences.values()],
         "effect": report.effect,
+        "recomputed_rows": report.recomputed_rows,
         "problems": report.problems,
         "notes": report.notes,
     }
@@ -189,7 +191,8 @@ def text(study: Study, report: Report) -> str:
         f" {', '.join(engine['backends'])}, blocks of {engine['block_size']} tokens",
         f"W {study.topology.consumer_window}; K {', '.join(map(str, study.keeps))} (exact: {study.exact});"
         f" steps of up to {', '.join(map(str, study.chunk_tokens))} tokens",
-        f"L {lengths}; {study.max_tokens} more tokens, forced on every engine",
+        f"L {lengths}; {study.max_tokens} more tokens, forced on every engine"
+        + (f"; {report.recomputed_rows:,} rows again after preemptions" if report.recomputed_rows else ""),
     ]
     metadata = table(
         ("metadata", "values", "wrong", "first one wrong"),

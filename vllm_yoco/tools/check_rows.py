@@ -55,6 +55,11 @@ class RequestTrace:
         for name, column in self.columns.items():
             self.columns[name] = np.pad(column, (0, more), constant_values=0 if name in COUNTS else UNSEEN)
 
+    @property
+    def recomputed_rows(self) -> int:
+        """Rows scheduled once more, after a preemption."""
+        return sum(length for _, length in self.chunks) - len(self.columns["layers"])
+
     def add(self, name: str, positions: np.ndarray, counts: np.ndarray) -> None:
         self.columns[name][positions] += counts
 

@@ -14,7 +14,7 @@ import numpy as np
 from vllm_yoco.config import Mode, Truncation
 from vllm_yoco.tools.check_inputs import Prompt
 from vllm_yoco.tools.check_rows import RequestTrace, Tally, against_plan, mask_against_compact
-from vllm_yoco.tools.check_values import LIMITS, Difference
+from vllm_yoco.tools.check_values import LIMITS, REASONS, Difference
 from vllm_yoco.tools.engine_generate import Answer, engine_facts, generate
 from vllm_yoco.tools.engine_process import EngineHost, Engines, EngineSpec
 from vllm_yoco.tools.report import progress
@@ -86,6 +86,7 @@ class Report:
     tallies: dict[str, Tally] = field(default_factory=dict)
     differences: dict[str, Difference] = field(default_factory=dict)
     effect: float | None = None
+    recomputed_rows: int = 0
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -103,7 +104,9 @@ def run_study(host: EngineHost, study: Study) -> Report:
     """Run every engine in every chunk size and compare. Raises EngineError if one fails."""
     runs, report = _run_all(host, study)
     _compare_metadata(study, runs, report)
-    limit = LIMITS.get(report.engine["dtype"], LIMITS["bfloat16"])
+    dtype = report.engine["dtype"] if report.engine["dtype"] in LIMITS else "bfloat16"
+    limit = LIMITS[dtype]
+    report.notes.append(f"limit of {dtype}: {REASONS[dtype]}.")
     for check, label, one, other in _same_values(study, runs, report):
         difference = report.differences.setdefault(check, Difference(check, limit))
         difference.add(one, other, lambda j: f"{label}, token {j}")  # noqa: B023
@@ -133,6 +136,7 @@ def _run_all(host: EngineHost, study: Study) -> tuple[Runs, Report]:
 def _compare_metadata(study: Study, runs: Runs, report: Report) -> None:
     topology, block_size = study.topology, report.engine["window_block_size"]
     for (mode, keep, chunk), run in runs.items():
+        report.recomputed_rows += sum(trace.recomputed_rows for trace in run.traces)
         against_plan(
             f"{_name(mode, keep)}, steps of {chunk}",
             run.traces,
@@ -211,5 +215,5 @@ def _note_effect(study: Study, runs: Runs, report: Report, limit: float) -> None
         report.notes.append(f"no prompt is longer than K={keep}: no row was dropped.")
         return
     report.effect = max(effects)
-    seen = "which the limit tells apart" if report.effect > 10 * limit else "too little for the limit to tell apart"
+    seen = "which the limit tells apart" if report.effect > 2 * limit else "too little for the limit to tell apart"
     report.notes.append(f"narrowing to K={keep} moves log-probabilities by up to {report.effect:.2g}, {seen}.")

@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm_yoco import __version__
 from vllm_yoco.tools import error_plots
+from vllm_yoco.tools.error_metrics import CHANGED
 from vllm_yoco.tools.error_plots import span
 from vllm_yoco.tools.error_study import LAYER_ERRORS
 from vllm_yoco.tools.report import Number, percent, table
@@ -48,7 +49,8 @@ def _k_table(points: Sequence[dict[str, Any]], num_prompts: int) -> str:
     ]
     legend = (
         f"perplexity of off {points[0]['perplexity_off']:.3f}; cut: prompts longer than K; diverged: prompts, and their"
-        " median step;\nfirst changed: window KV that decode reads, lowest layer and its first row, counted from L"
+        " median step;\nfirst changed: lowest layer, and its first row counted from L, where the window KV that decode"
+        f" reads changed by more than {CHANGED:g}"
     )
     return f"{table((*headers, 'first changed'), rows)}\n{legend}"
 

@@ -109,8 +109,8 @@ def check_cells(
 
 def check_writes(cells: Cells, slot_mapping: IntArray) -> None:
     """The slot mapping [T] of the step writes each retained row's own cell and nothing else."""
-    right = np.asarray(slot_mapping == cells.own_slot)
-    _check(right[:, None], "is written to another slot than its own", cells.request, cells.position[:, None])
+    right = slot_mapping[:, None] == cells.own_slot[:, None]
+    _check(right, "is written to another slot than its own", cells.request, cells.position[:, None])
 
 
 def check_view(
@@ -123,7 +123,6 @@ def check_view(
         seq_lens: [R] as the kernel is told.
         block_table: [R, columns] as the kernel is told.
     """
-    sees_something = cells.visible[rows].any(axis=1)
     request = cells.request[rows]
     end = np.cumsum(np.bincount(request))[request]
     rows_after = end - 1 - np.arange(len(rows))
@@ -131,7 +130,8 @@ def check_view(
     column = np.clip(seen // block_size, 0, block_table.shape[1] - 1)
     slot = np.where(seen >= 0, block_table[request[:, None], column] * block_size + seen % block_size, NO_SLOT)
     # A row that sees nothing is given one key all the same; the layer discards what comes of it.
-    right = (slot == cells.slot[rows]) | ~sees_something[:, None]
+    sees_nothing = ~cells.visible[rows].any(axis=1, keepdims=True)
+    right = sees_nothing | (slot == cells.slot[rows])
     key = cells.position[rows][:, None] - np.arange(window)
     _check(right, "is not where the kernel looks for it", request, key)
 

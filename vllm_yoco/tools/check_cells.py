@@ -59,5 +59,5 @@ class Cells:
 
 def kernel_window(attention: Any) -> int:
     """W as the kernel gets it, in keys; backends spell it as a number or as (keys to the left, to the right)."""
-    window = attention.impl.sliding_window
+    window: int | tuple[int, int] = attention.impl.sliding_window
     return window[0] + 1 if isinstance(window, tuple) else window

@@ -71,7 +71,7 @@ def resolve_keeps(text: str, topology: LayerTopology) -> list[Truncation]:
     Raises:
         ValueError: for a K that the model does not allow.
     """
-    found = {}
+    found: dict[int, Truncation] = {}
     for keep in text.split(","):
         settings = {"truncation": "compact", "keep_tokens": keep.strip()}
         truncation = resolve_truncation(YocoConfig.from_additional_config({CONFIG_KEY: settings}), topology)

@@ -52,7 +52,8 @@ class Study:
     def specs(self) -> list[tuple[Mode, int, EngineSpec]]:
         """Mode, K (0: off) and engine; ``off`` first."""
         modes: list[tuple[Mode, int]] = [("off", 0)]
-        modes += [(mode, keep) for keep in self.keeps for mode in ("mask", "compact")]  # type: ignore[misc]
+        for keep in self.keeps:
+            modes += [("mask", keep), ("compact", keep)]
         return [
             (mode, keep, replace(self.spec, truncation=mode, keep_tokens=keep or self.keeps[0]))
             for mode, keep in modes

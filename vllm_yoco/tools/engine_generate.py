@@ -69,11 +69,11 @@ def generate(
     outputs = llm.generate(requests, parameters, use_tqdm=False)
     vocabulary = llm.model_config.get_vocab_size()
     answers = []
-    for output, prompt_forced in zip(outputs, forced or [None] * len(outputs), strict=True):
+    for index, output in enumerate(outputs):
         completion = output.outputs[0]
         tokens = list(completion.token_ids)
-        if prompt_forced is not None and tokens != list(prompt_forced):
-            raise RuntimeError(f"teacher forcing failed: {tokens} for {list(prompt_forced)}")
+        if forced is not None and tokens != list(forced[index]):
+            raise RuntimeError(f"teacher forcing failed: {tokens} for {list(forced[index])}")
         answers.append(Answer(tokens, _table(completion.logprobs, vocabulary)))
     return answers
 
@@ -88,8 +88,8 @@ def _table(flat: Any, vocabulary: int) -> np.ndarray:
 
 def engine_facts(engines: Engines, spec: EngineSpec) -> dict[str, Any]:
     """Runner, device, dtype, attention backends and block sizes (in tokens) as the engine has them."""
-    llm = engines.get(spec)
-    return llm.collective_rpc(_facts)[0]
+    facts: dict[str, Any] = engines.get(spec).collective_rpc(_facts)[0]
+    return facts
 
 
 def _facts(worker: Any) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def layer_errors(
     for layer in sorted(off.hidden):
         hidden = off.hidden[layer], truncated.hidden[layer]
         kv = (off.swa_kv[layer], truncated.swa_kv[layer]) if layer in off.swa_kv else None
-        changed = np.flatnonzero(_row_errors(*kv)[last:] > CHANGED) if kv else []
+        changed = np.flatnonzero(_row_errors(*kv)[last:] > CHANGED) if kv else np.zeros(0, np.int64)
         errors.append(
             LayerError(
                 layer=layer,
@@ -137,5 +137,5 @@ def relative_error(off: np.ndarray, truncated: np.ndarray) -> float:
 
 
 def _row_errors(off: np.ndarray, truncated: np.ndarray) -> np.ndarray:
-    difference = np.linalg.norm(truncated - off, axis=1)
+    difference: np.ndarray = np.linalg.norm(truncated - off, axis=1)
     return difference / np.maximum(np.linalg.norm(off, axis=1), np.finfo(np.float32).tiny)

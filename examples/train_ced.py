@@ -35,7 +35,7 @@ import hashlib
 import math
 import platform
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -374,24 +374,27 @@ def evaluate_text(
 
 @torch.inference_mode()
 def evaluate_divergence(
-    model: DenseYoco, *, text: Bytes, keep_tokens: int, prompt: int = 768, after: int = 0, pieces: int = 32
-) -> float:
-    """Mean KL divergence in nats of truncated from full prefill: the row ``after`` bytes from the prompt's last one."""
-    size, total = prompt + after - 1, 0.0
-    starts = np.linspace(0, len(text) - size, pieces).astype(int)
+    model: DenseYoco, *, text: Bytes, keep_tokens: Sequence[int], prompt: int = 768, pieces: int = 32
+) -> list[tuple[float, float]]:
+    """Mean KL divergence in nats of truncated from full prefill, at the last prompt row and at the first decode row.
+
+    One pair for each of the given K.
+    """
+    totals = torch.zeros(len(keep_tokens), 2, dtype=torch.float64)
+    starts = np.linspace(0, len(text) - prompt, pieces).astype(int)
     for group in (starts[i : i + 8] for i in range(0, pieces, 8)):
-        tokens = torch.tensor([[BOS, *text[first : first + size].tolist()] for first in group])
-        full, cut = (
-            model(tokens, num_prompt_tokens=prompt, keep_tokens=keep)[:, -1].double().log_softmax(-1)
-            for keep in (None, keep_tokens)
+        tokens = torch.tensor([[BOS, *text[first : first + prompt].tolist()] for first in group])
+        full, *cut = (
+            model(tokens, num_prompt_tokens=prompt, keep_tokens=keep)[:, -2:].double().log_softmax(-1)
+            for keep in (None, *keep_tokens)
         )
-        total += float((full.exp() * (full - cut)).sum())
-    return total / pieces
+        totals += torch.stack([(full.exp() * (full - rows)).sum((0, -1)) for rows in cut])
+    return [(last, decode) for last, decode in (totals / pieces).tolist()]
 
 
 # Model card
 
-GAPS = ((512, 32), (512, 200), (512, 400), (1024, 600), (1024, 900), (2048, 1500), (2048, 1900))
+GAPS = ((512, 32), (512, 200), (512, 400), (1024, 600), (1024, 900), (2048, 1500))
 """(prompt length, gap) of the recall table."""
 
 
@@ -402,10 +405,9 @@ def report(model: DenseYoco, text: Bytes, examples: int = 64) -> dict[str, Any]:
     exact = exact_keep_tokens(topology.window, 1, topology.num_own_swa_layers, False)
     keep = window + 1
     figures: dict[str, Any] = {"keep_tokens": keep, "examples": examples, "text": evaluate_text(model, text=text)}
-    figures["divergence"] = [
-        (k, *(evaluate_divergence(model, text=text, keep_tokens=k, after=after) for after in (0, 1)))
-        for k in (window // 16, window // 4, keep, 2 * window + 1, exact)
-    ]
+    keeps = (window // 16, window // 4, keep, 2 * window + 1, exact)
+    pairs = evaluate_divergence(model, text=text, keep_tokens=keeps)
+    figures["divergence"] = [(k, *pair) for k, pair in zip(keeps, pairs, strict=True)]
     figures["recall"] = []
     for length, gap in GAPS:
         both = [

@@ -175,7 +175,7 @@ def test_sample_output_has_the_shape_of_the_summary() -> None:
     def shape(text: str) -> list[str]:
         for pattern, instead in (
             (r"the first \d+ of \d+", "AGREEMENT"),
-            (r"\d\.\d+ s", "SECONDS"),
+            (r"\d+\.\d+ s", "SECONDS"),
             (r"\d\.\d+x; by", "MEASURED by"),
             (r"at most \S+ nat \(\d+ tokens", "DIFFERENCE"),
             (r"  +|-{3,}", " "),

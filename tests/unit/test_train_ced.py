@@ -137,8 +137,8 @@ def test_rows_below_s_keep_exist_for_producers_and_global_kv_alone() -> None:
 
 
 def test_training_lowers_the_loss() -> None:
-    run = trainer(replace(PLAN, variant="plain", steps=30, matrix_rate=1e-2, vector_rate=1e-2))
-    losses = [run.step()["loss"] for _ in range(30)]
+    run = trainer(replace(PLAN, variant="plain", steps=20, matrix_rate=1e-2, vector_rate=1e-2))
+    losses = [run.step()["loss"] for _ in range(20)]
     assert sum(losses[-3:]) / 3 < losses[0] - 1
 
 
@@ -203,6 +203,7 @@ def test_command_writes_both_checkpoints_with_their_cards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ced, "GAPS", ((64, 40),))
+    monkeypatch.setattr(ced, "evaluate_divergence", lambda *_, keep_tokens, **__: [(0.0, 0.0)] * len(keep_tokens))
     monkeypatch.setattr(ced, "load_text", lambda: (TEXT, HELD_OUT[:2048]))
     tiny_config().save_pretrained(tmp_path)
     common = ["--config", str(tmp_path / "config.json"), "--steps", "3", "--shared", str(tmp_path / "shared.pt")]

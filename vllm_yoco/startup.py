@@ -19,6 +19,8 @@ from vllm_yoco.topology import check_draft_targets, check_engram_layers
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_yoco.models.config import YocoModelConfig
+
 TOKEN_DRAFT_METHODS = ("ngram", "ngram_gpu", "suffix")
 """Speculative methods that read token ids only, never hidden rows that truncation does not compute."""
 
@@ -102,18 +104,22 @@ def describe(truncation: Truncation, vllm_config: VllmConfig) -> str:
         parts.append(f"prefill layer rows removed: {', '.join(shares)}")
     else:
         parts.append("every row is computed, nothing is saved")
-    parts.append(_kv_bytes(truncation, vllm_config))
+    parts.append(_kv_bytes(truncation, vllm_config.model_config.hf_config, _kv_itemsize(vllm_config)))
     parts.append(f"prompt_logprobs: {truncation.prompt_logprobs}")
     return "; ".join(parts)
 
 
-def _kv_bytes(truncation: Truncation, vllm_config: VllmConfig) -> str:
-    """What prefix caching and stores keep of a token, and what they do not, summed over ranks."""
+def _kv_itemsize(vllm_config: VllmConfig) -> int:
+    """Bytes of one cached value."""
     from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
-    config, topology = vllm_config.model_config.hf_config, truncation.topology
-    dtype = kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, vllm_config.model_config)
-    layer = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
+    return kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, vllm_config.model_config).itemsize
+
+
+def _kv_bytes(truncation: Truncation, hf_config: YocoModelConfig, itemsize: int) -> str:
+    """What prefix caching and stores keep of a token, and what they do not, summed over ranks."""
+    topology = truncation.topology
+    layer = 2 * hf_config.num_key_value_heads * hf_config.head_dim * itemsize
     producers, global_kv = topology.boundary * layer, len(topology.kv_source_layers) * layer
     return (
         f"KV bytes per token persisted: {producers + global_kv} (producers {producers}, global KV {global_kv}),"

@@ -127,10 +127,20 @@ def test_every_setting_has_a_flag() -> None:
     assert dests == {f"yoco_{field}" for field in YocoConfig.model_fields}
 
 
+@pytest.fixture(autouse=True)
+def two_byte_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The size of a cached value is vLLM's to say, which unit tests do not import."""
+    monkeypatch.setattr(startup, "_kv_itemsize", lambda vllm_config: 2)
+
+
 def describe(max_model_len: int = 32768, **settings: Any) -> str:
     topology = LayerTopology(8, 4, (4,), (4, 5, 6, 7), 128)
     truncation = resolve_truncation(YocoConfig(**settings), topology)
-    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=max_model_len))
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            max_model_len=max_model_len, hf_config=SimpleNamespace(num_key_value_heads=2, head_dim=32)
+        )
+    )
     return startup.describe(truncation, config)  # type: ignore[arg-type]
 
 
@@ -138,7 +148,9 @@ def test_start_up_line() -> None:
     assert describe(truncation="compact") == (
         "YOCO truncation compact: K=129 (rule min), W=128, B=1, approximate (lossless from K=509);"
         " 4 producer + 4 consumer layers (boundary 4, 4 consumers with SWA);"
-        " prefill layer rows removed: 48% at L=4096, 50% at L=32768; prompt_logprobs: drop"
+        " prefill layer rows removed: 48% at L=4096, 50% at L=32768;"
+        " KV bytes per token persisted: 1280 (producers 1024, global KV 256), not persisted: 1024 (consumer SWA);"
+        " prompt_logprobs: drop"
     )
     assert "K=509 (rule exact), W=128, B=1, lossless;" in describe(truncation="compact", keep_tokens="exact")
     assert "K=600 (given), W=128, B=1, lossless;" in describe(truncation="mask", keep_tokens=600)

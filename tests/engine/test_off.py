@@ -23,7 +23,8 @@ def register_model_class_only(engines: Engines) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_off_is_bit_identical_to_no_plugin(runner, runner_processes, model_dir):
+def test_off_is_bit_identical_to_no_plugin(runner, model_dir):
+    """In two fresh processes: an engine that was compiled earlier in a process changes the last bits of later ones."""
     batch = [*requests(), Request(random_prompt(64, seed=5), 20)]
     config = EngineConfig(model_dir("ced-tiny"), "off", chunk_tokens=77)
     bare_config = EngineConfig(model_dir("ced-tiny"), "absent", chunk_tokens=77)
@@ -34,12 +35,16 @@ def test_off_is_bit_identical_to_no_plugin(runner, runner_processes, model_dir):
         expected = bare.generate(bare_config, batch)
     finally:
         bare.close()
-    process = runner_processes(runner)
-    for with_plugin in (process.generate(config, batch), process.generate(bare_config, batch)):
+    process = RunnerProcess(runner)
+    try:
+        outputs = [process.generate(config, batch), process.generate(bare_config, batch)]
+        assert process.call(_installed) is True
+    finally:
+        process.close()
+    for with_plugin in outputs:
         for result, plain in zip(with_plugin, expected, strict=True):
             assert result.tokens == plain.tokens
             np.testing.assert_array_equal(result.logprobs, plain.logprobs)
-    assert process.call(_installed) is True
 
 
 def _installed(engines: Engines) -> bool:

@@ -4,6 +4,7 @@ VENV   ?= .venv
 PYTHON ?= python3
 DEVICE ?= auto
 ARGS   ?=
+JOBS   ?= 2
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
@@ -18,6 +19,7 @@ help:
 	@echo "make clean            remove build outputs and caches;  make distclean: $(VENV) too"
 	@echo "DEVICE=cpu|cuda       the build of vLLM; by default what the machine has"
 	@echo "PYTHON=python3.12     the interpreter to start from; by default python3"
+	@echo "JOBS=2                engine tests at a time, whole files; each takes a core and up to 6 GB"
 
 # Every time: the script knows by itself, in well under a second, whether anything is to be done.
 setup:
@@ -32,7 +34,7 @@ lint: setup
 
 # One process a suite: the engine tests set vLLM's environment, which the others must not inherit.
 test: lint test-unit
-	$(BIN)/pytest tests/engine
+	$(BIN)/pytest tests/engine --numprocesses $(JOBS) --dist loadfile
 	$(BIN)/pytest tests/gpu
 
 test-unit: setup

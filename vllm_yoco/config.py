@@ -153,8 +153,6 @@ def resolve_truncation(config: YocoConfig, topology: LayerTopology, *, max_backt
             f"{flag_name('keep_tokens')}={keep}: must be at least W + B = {window} + {max_backtracking} = {least}"
             " (sliding window + speculative tokens + 1), or a decode step would look below the kept rows."
             f" Use {least} or more, min or exact (here {exact})."
-            if window
-            else f"{flag_name('keep_tokens')}={keep}: must be at least {least}."
         )
     return Truncation(
         mode=config.truncation,

@@ -92,6 +92,8 @@ def test_commands_exist() -> None:
             case ["vllm-yoco", name, *_]:
                 assert name in COMMANDS
                 seen.add(name)
+            case ["python", "-m", module, *_]:
+                assert (ROOT / module.replace(".", "/")).with_suffix(".py").is_file()
             case ["vllm", "serve", *_] | ["pip", "install", "."]:
                 pass
             case _:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_yoco.plan import exact_keep_tokens, minimum_keep_tokens
 from vllm_yoco.presets import find_model_config, model_presets
+from vllm_yoco.tools.report import ranges
 from vllm_yoco.topology import LayerTopology
 
 HELP = "write a YOCO checkpoint with random weights and a byte tokenizer"
@@ -66,21 +66,10 @@ def topology_line(topology: LayerTopology) -> str:
     hidden = "shared hidden" if topology.swa_share_hidden else "own input"
     return "; ".join(
         (
-            f"layers: producers {_ranges(range(topology.boundary))}",
-            f"consumers {_ranges(range(topology.boundary, topology.num_layers))}",
-            f"global KV from {_ranges(topology.kv_source_layers)}",
-            f"SWA {_ranges(swa)} (W {window}, {hidden})" if swa else "no SWA",
+            f"layers: producers {ranges(range(topology.boundary))}",
+            f"consumers {ranges(range(topology.boundary, topology.num_layers))}",
+            f"global KV from {ranges(topology.kv_source_layers)}",
+            f"SWA {ranges(swa)} (W {window}, {hidden})" if swa else "no SWA",
             f"K min {smallest}, exact {exact}",
         )
     )
-
-
-def _ranges(layers: Sequence[int]) -> str:
-    """``0-3,6`` for 0, 1, 2, 3, 6; ``none`` for nothing."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][1] + 1:
-            runs[-1][1] = layer
-        else:
-            runs.append([layer, layer])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "none"

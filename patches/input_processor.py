@@ -1,4 +1,4 @@
-"""Apply the prompt_logprobs policy when a request is admitted.
+"""Refuse prompts that arrive in parts and apply the prompt_logprobs policy when a request is admitted.
 
 Target: ``vllm.v1.engine.input_processor.InputProcessor.process_inputs`` (on its result, a request of its own).
 Reason: this is the one place that every front end passes (``LLM``, the OpenAI server, ``AsyncLLM``) with the prompt's
@@ -18,7 +18,7 @@ def install() -> None:
     from vllm.logger import init_logger
     from vllm.v1.engine.input_processor import InputProcessor
 
-    from vllm_yoco.requests import apply_policy
+    from vllm_yoco.requests import apply_policy, check_whole_prompt
 
     original = InputProcessor.process_inputs
     if getattr(original, "_yoco", False):
@@ -36,6 +36,10 @@ def install() -> None:
                 logger.warning_once("%s", reason)
                 self._yoco_counters.add(prompt_logprobs_dropped=1)
 
+            try:
+                check_whole_prompt(request.resumable, truncation)
+            except ValueError as error:
+                raise VLLMValidationError(str(error), parameter="prompt") from None
             try:
                 apply_policy(
                     request.sampling_params, len(request.prompt_token_ids or ()), truncation, on_drop=on_drop

@@ -1,6 +1,10 @@
-"""Requests that ask for prompt log-probabilities, which dropped rows do not have.
+"""What a request may not be, and what becomes of prompt log-probabilities, which dropped rows do not have.
 
-A prompt of at most K tokens drops nothing and is served as usual. For a longer one the policy decides:
+A prompt that arrives in parts (vLLM's streaming input) is refused: L, and with it s_keep and the place of the
+consumers' window cells, would move while the request runs.
+
+With prompt log-probabilities, a prompt of at most K tokens drops nothing and is served as usual. For a longer one
+the policy decides:
 
     drop    served without them; one warning per process names the flag
     reject  refused at admission (ValueError, HTTP 400)
@@ -26,6 +30,16 @@ def asks_for_prompt_logprobs(sampling_params: Any) -> bool:
 def keeps_every_row(sampling_params: Any, policy: PromptLogprobsPolicy) -> bool:
     """Whether a request is served untruncated."""
     return policy == "full" and asks_for_prompt_logprobs(sampling_params)
+
+
+def check_whole_prompt(resumable: bool, truncation: Truncation) -> None:
+    """ValueError for one part of a prompt that arrives in several; ``resumable`` is vLLM's name for such requests."""
+    if resumable:
+        raise ValueError(
+            "streaming input: a prompt that arrives in parts cannot be served with --yoco-truncation"
+            f" {truncation.mode}, which keeps the last {truncation.keep_tokens} rows of the whole prompt. Send the"
+            " prompt in one piece, or start the engine with --yoco-truncation off."
+        )
 
 
 def apply_policy(

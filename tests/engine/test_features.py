@@ -117,3 +117,28 @@ def test_bfloat16(engine, model_dir, truncation):
     half = EngineConfig(model_dir("ced-tiny"), truncation, ODD_KEEP, options=(("dtype", "bfloat16"),))
     for result, expected in zip(engine.generate(half, batch), exact, strict=True):
         assert np.abs(result.logprobs - expected.logprobs).max() < 0.5
+
+
+def admit_part(engines: Engines, config: EngineConfig) -> str:
+    """Offer the engine one part of a prompt that arrives in several: ``accepted``, or the refusal in words."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    processor = engines.get(config).llm_engine.input_processor
+    prompt = TokensPrompt(prompt_token_ids=[1, 2, 3])
+    try:
+        request = processor.process_inputs("part", prompt, SamplingParams(), ("generate",), resumable=True)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted" if request.resumable else "lost"
+
+
+@pytest.mark.parametrize("truncation", ["mask", "compact"])
+def test_streaming_input_is_refused(engine, reference, model_dir, truncation):
+    """L would grow within the request, and the cells of its window would be looked for in another place."""
+    config = EngineConfig(model_dir("ced-tiny"), truncation, ODD_KEEP)
+    refusal = engine.call(admit_part, config)
+    assert refusal.startswith("VLLMValidationError: streaming input: ")
+    assert f"--yoco-truncation {truncation}" in refusal
+    check(engine, reference, config, requests((70, 193)))
+    assert engine.call(admit_part, EngineConfig(model_dir("ced-tiny"))) == "accepted"

@@ -18,6 +18,9 @@ KeepTokens = int | Literal["min", "exact"]
 CONFIG_KEY = "yoco"
 """Key of the plugin's settings in vLLM's ``additional_config``."""
 
+MAX_KEEP_TOKENS = 2**31 - 1
+"""Token counts are int32 on the device and int64 on the host; a larger K would overflow at the first request."""
+
 
 def flag_name(field: str) -> str:
     """How a user spells a setting: ``--yoco-keep-tokens (additional_config["yoco"]["keep_tokens"])``."""
@@ -51,8 +54,8 @@ class YocoConfig(BaseModel):
             value = int(value.strip())
         if isinstance(value, bool) or not (isinstance(value, int) or value in ("min", "exact")):
             raise ValueError("not a number of tokens")
-        if isinstance(value, int) and value < 1:
-            raise ValueError("at least 1 row must be kept")
+        if isinstance(value, int) and not 1 <= value <= MAX_KEEP_TOKENS:
+            raise ValueError("not a possible number of rows")
         return value
 
     @classmethod
@@ -81,7 +84,7 @@ def _explain(field: str, value: object) -> str:
         return f'additional_config["{CONFIG_KEY}"] has the unknown key {field!r}; known keys are {known}.'
     rules = {
         "truncation": f"must be one of {', '.join(get_args(Mode))}.",
-        "keep_tokens": "must be a positive number of tokens, min or exact.",
+        "keep_tokens": f"must be a positive number of tokens, min or exact, and at most {MAX_KEEP_TOKENS}.",
         "prompt_logprobs": f"must be one of {', '.join(get_args(PromptLogprobsPolicy))}.",
         "plugins": "must be a list of plugin names.",
     }

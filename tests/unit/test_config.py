@@ -34,7 +34,11 @@ def test_absent_settings_are_off(additional: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given_value", "value"), [(140, 140), ("140", 140), (" 140 ", 140), ("min", "min"), ("exact", "exact"), (1, 1)]
+    ("given_value", "value"),
+    [
+        *((140, 140), ("140", 140), (" 140 ", 140), ("min", "min"), ("exact", "exact"), (1, 1)),
+        (2**31 - 1, 2**31 - 1),
+    ],
 )
 def test_keep_tokens_spellings(given_value: object, value: object) -> None:
     section = {"truncation": "mask", "keep_tokens": given_value}
@@ -58,6 +62,8 @@ def test_round_trip_and_frozen() -> None:
         ({"keep_tokens": "0"}, ["--yoco-keep-tokens", "'0'", "positive number"]),
         ({"keep_tokens": -3}, ["--yoco-keep-tokens", "=-3:", "positive number"]),
         ({"keep_tokens": "-3"}, ["--yoco-keep-tokens", "'-3'", "positive number"]),
+        ({"keep_tokens": 2**31}, ["--yoco-keep-tokens", "=2147483648:", "at most 2147483647"]),
+        ({"keep_tokens": "9" * 20}, ["--yoco-keep-tokens", "'99999999999999999999'", "at most 2147483647"]),
         ({"keep_tokens": 2.5}, ["--yoco-keep-tokens", "2.5", "positive number"]),
         ({"keep_tokens": True}, ["--yoco-keep-tokens", "True", "positive number"]),
         ({"keep_tokens": None}, ["--yoco-keep-tokens", "None", "positive number"]),

@@ -7,10 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from tests.engine.conftest import MAX_LOGPROB_DIFFERENCE, random_prompt
 from tests.engine.harness import EngineConfig, Engines, Request
 from tests.engine.test_equivalence import ODD_KEEP, check, requests
+from vllm_yoco.models import weights
 from vllm_yoco.models.checkpoint import random_state_dict, read_model_config, save_checkpoint
 
 
@@ -142,3 +145,26 @@ def test_streaming_input_is_refused(engine, reference, model_dir, truncation):
     assert f"--yoco-truncation {truncation}" in refusal
     check(engine, reference, config, requests((70, 193)))
     assert engine.call(admit_part, EngineConfig(model_dir("ced-tiny"))) == "accepted"
+
+
+@pytest.mark.parametrize("suffix", ["weight_packed", "qweight", "weight_scale"])
+def test_quantised_columns_are_not_shared_out_wrongly(monkeypatch, suffix):
+    """Ranks cut the columns of an output projection; [global heads | window heads] has to be reordered for that."""
+    config = read_model_config("configs/models/ced-tiny.json")
+    name = f"model.layers.3.self_attn.o_proj.{suffix}"
+    parameter = nn.Parameter(torch.zeros(1), requires_grad=False)
+    monkeypatch.setattr(nn.Module, "named_parameters", lambda self: {name: parameter}.items())
+
+    def load(tp_size: int) -> None:
+        monkeypatch.setattr(weights, "get_tensor_model_parallel_world_size", lambda: tp_size)
+        weights.load_weights(nn.Module(), config, config.topology(), [(name, torch.ones(1))])
+
+    # A value of the whole tensor or of a row is the same on every rank: loading goes on, and misses the other weights.
+    for tp_size in (1, 2):
+        with pytest.raises(ValueError, match="the checkpoint lacks"):
+            load(tp_size)
+    parameter.input_dim = 1  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="the checkpoint lacks"):
+        load(1)
+    with pytest.raises(ValueError, match=rf"^--tensor-parallel-size=2: must be 1 .*{suffix} is quantised"):
+        load(2)

@@ -27,7 +27,8 @@ def load_weights(
     """Load a checkpoint; returns the names of the model's parameters that were filled.
 
     Raises:
-        ValueError: for a weight that this config has no place for, or one that is missing.
+        ValueError: for a weight that this config has no place for, one that is missing, or one in a quantised format
+            that tensor parallelism would cut in the wrong places.
     """
     parameters = dict(model.named_parameters())
     loaded: set[str] = set()
@@ -40,7 +41,7 @@ def load_weights(
             raise ValueError(f"checkpoint weight {name} has no place in this config (wanted {target})")
         parameter = parameters[target]
         if _joins_two_branches(target, topology):
-            weight = _interleave_branches(weight, get_tensor_model_parallel_world_size())
+            weight = _branches_per_rank(target, parameter, weight, get_tensor_model_parallel_world_size())
         loader = getattr(parameter, "weight_loader", default_weight_loader)
         loader(parameter, weight) if shard is None else loader(parameter, weight, shard)
         loaded.add(target)
@@ -75,7 +76,21 @@ def _placement(name: str, topology: LayerTopology) -> tuple[str, int | str | Non
 
 def _joins_two_branches(parameter: str, topology: LayerTopology) -> bool:
     parts = parameter.split(".")
-    return parts[-2:] == ["o_proj", "weight"] and topology.has_swa(int(parts[2]))
+    return parts[-2] == "o_proj" and topology.has_swa(int(parts[2]))
+
+
+def _branches_per_rank(name: str, parameter: torch.Tensor, weight: torch.Tensor, tp_size: int) -> torch.Tensor:
+    """Bring a tensor of an output projection over two branches into the order that ranks cut it in."""
+    if name.endswith(".weight"):
+        return _interleave_branches(weight, tp_size)
+    # Scales of whole rows and of the whole tensor are not cut; those of groups of columns and packed columns are.
+    if tp_size > 1 and getattr(parameter, "input_dim", None) is not None:
+        raise ValueError(
+            f"--tensor-parallel-size={tp_size}: must be 1 with this checkpoint, because {name} is quantised in a"
+            " format whose columns (global heads, then window heads) cannot be shared out between ranks. Set it to 1,"
+            " or use weights without groups along the input."
+        )
+    return weight
 
 
 def _interleave_branches(weight: torch.Tensor, tp_size: int) -> torch.Tensor:

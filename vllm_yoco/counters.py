@@ -2,12 +2,16 @@
 
 The scheduler lives in the engine core, ``/metrics`` in the front end, and vLLM's statistics message between them
 has no room for a plugin. The engine core therefore writes its counters into a small memory-mapped file, and the
-front end adds up the files of its engine; both know the engine's instance id. Nothing is written when vLLM's
-statistics are off.
+front end adds up the files of its engine; both know the engine's instance id. Several front ends (``vllm serve
+--api-server-count``) share the work: each publishes what none has published yet, and Prometheus adds them up.
+Nothing is written when vLLM's statistics are off.
 """
 
 from __future__ import annotations
 
+import atexit
+import fcntl
+import multiprocessing
 import os
 import shutil
 import tempfile
@@ -31,8 +35,25 @@ NAMES = (
 """Order in the file. Row counts are per consumer layer; a placeholder counts as computed too."""
 
 
+ENV = "YOCO_COUNTERS"
+"""Instance id of the engine, for API servers that another process starts. vLLM warns of unknown VLLM_ names."""
+
+
+def in_api_server() -> bool:
+    """Whether this is one of several API servers of an engine that their parent process has started."""
+    return multiprocessing.current_process().name.startswith("ApiServer")
+
+
+def announce(instance_id: str) -> None:
+    """Tell API servers that this process may start which engine they belong to: their own id is another one."""
+    os.environ[ENV] = instance_id
+    atexit.register(remove, instance_id)
+
+
 def directory(instance_id: str) -> Path:
-    """Where the counters of one engine are; private to the user."""
+    """Where the counters of one engine are; private to the user. In an API server, those of its parent's engine."""
+    if in_api_server():
+        instance_id = os.environ.get(ENV, instance_id)
     return Path(tempfile.gettempdir()) / f"vllm-yoco-{os.getuid()}-{instance_id}"
 
 
@@ -66,6 +87,25 @@ def read(instance_id: str) -> dict[str, int]:
         if len(values) == len(NAMES):
             total += values
     return dict(zip(NAMES, total.tolist(), strict=True))
+
+
+def take(instance_id: str) -> dict[str, int]:
+    """What has been counted since any process last took it: each count is handed out once."""
+    total, before = np.zeros(len(NAMES), np.int64), np.zeros(len(NAMES), np.int64)
+    try:
+        with open(directory(instance_id) / "published", "a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            published = np.frombuffer(file.read(), np.int64)
+            if len(published) == len(NAMES):
+                before = published
+            total = np.array(list(read(instance_id).values()), np.int64)
+            if (total != before).any():
+                file.truncate(0)
+                file.write(total.tobytes())
+    except OSError:  # nothing is counted yet, or nowhere to count
+        total = before
+    return dict(zip(NAMES, (total - before).tolist(), strict=True))
 
 
 def remove(instance_id: str) -> None:

@@ -6,11 +6,10 @@ nothing but settings that mean nothing.
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from vllm_yoco import compat
+from vllm_yoco import compat, counters
 from vllm_yoco.config import Truncation, YocoConfig, flag_name
 from vllm_yoco.engine_config import truncation_of, yoco_config_of
 from vllm_yoco.plugins import check_plugins
@@ -72,9 +71,11 @@ def check_placement(truncation: Truncation, hf_config: object) -> None:
 def report(vllm_config: VllmConfig) -> None:
     """Log ``describe`` once per engine, in the process that starts it."""
     # API servers build the configuration of an engine that another process has started and reported.
-    if multiprocessing.current_process().name.startswith("ApiServer"):
+    if counters.in_api_server():
         return
     truncation = truncation_of(vllm_config)
+    if truncation is not None and truncation.active:
+        counters.announce(vllm_config.instance_id)
     if truncation is not None:
         from vllm.logger import init_logger
 

@@ -51,23 +51,24 @@ class YocoStatLogger(StatLoggerBase):
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         truncation = truncation_of(vllm_config)
-        # One file set per engine instance, so one of its loggers (data-parallel ranks each have one) reads it.
-        self._active = truncation is not None and truncation.active and engine_index == 0
+        self._active = truncation is not None and truncation.active
         self._instance_id = vllm_config.instance_id
         self._seen = dict.fromkeys(counters.NAMES, 0)
         self._logged = dict(self._seen)
         if self._active:
             _counters()
-            atexit.register(counters.remove, self._instance_id)
+            if not counters.in_api_server():  # others may still be counting there
+                atexit.register(counters.remove, self._instance_id)
 
     def record(self, *args: Any, **kwargs: Any) -> None:
         if not self._active:
             return
         published = _counters()
-        for name, value in counters.read(self._instance_id).items():
-            if value > self._seen[name]:
-                published[name].inc(value - self._seen[name])
-                self._seen[name] = value
+        # Data-parallel ranks have a logger each and API servers a set of them: whoever comes first publishes.
+        for name, amount in counters.take(self._instance_id).items():
+            if amount > 0:
+                published[name].inc(amount)
+                self._seen[name] += amount
 
     def log(self) -> None:
         new = {name: value - self._logged[name] for name, value in self._seen.items()}

@@ -57,8 +57,8 @@ BELOW_MINIMUM = (8, 32, 64)
 SERVED = (140, 192, 256)
 """Besides W + B and the smallest lossless K."""
 
-TEXT_PROMPTS, TEXT_BYTES = 64, 128
-RECALL_PROMPTS, RECALL_GAP = 200, 264
+TEXT_PROMPTS, TEXT_BYTES = 48, 128
+RECALL_PROMPTS, RECALL_GAP = 128, 264
 BATCH_TOKENS = 8192
 SEED = 0
 RESAMPLES = 10_000
@@ -78,7 +78,9 @@ def keep_sweep(model: DenseYoco) -> list[int]:
 
 
 @torch.inference_mode()
-def continuation_logits(model: DenseYoco, prompts: Tensor, continuations: Tensor, keeps: Iterable[int]) -> Iterator[Tensor]:
+def continuation_logits(
+    model: DenseYoco, prompts: Tensor, continuations: Tensor, keeps: Iterable[int]
+) -> Iterator[Tensor]:
     """Logits [B, J, vocabulary] of the J continuation tokens: of full prefill, then of every K.
 
     Truncation changes neither producers nor global KV. So full prefill is run once and its cache is cut at s_keep =

@@ -285,8 +285,7 @@ def interval(figures: tuple[float, float, float], form: Callable[[float], str]) 
 
 
 def signed_percent(factor: float) -> str:
-    change = 100 * (factor - 1)
-    return "0" if abs(change) < 5e-4 else f"{change:+.2g}%" if abs(change) < 0.1 else f"{change:+.2f}%"
+    return f"{round(100 * (factor - 1), 3) + 0.0:+.3f}%"  # + 0.0: no -0.000
 
 
 def markdown(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -48,7 +48,7 @@ HELP = "serve a YOCO model with and without prefill truncation; compare rows, ti
 
 MODES = ("compact", "off")
 MAX_MODEL_LEN = 8192
-REPEATS = 3
+REPEATS = 5
 SCATTER = 1.25  # longest over shortest time of a mode, above which other work disturbed it
 TOP = 20  # log-probabilities per token, as many as a server returns by default (--max-logprobs)
 

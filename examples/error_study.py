@@ -63,6 +63,7 @@ BATCH_TOKENS = 8192
 SEED = 0
 RESAMPLES = 10_000
 OFF = "off"
+SERVED_MODES = (OFF, "compact")
 
 Array = np.ndarray[Any, Any]
 
@@ -341,38 +342,27 @@ def ratio_table(results: dict[str, Any]) -> str:
     return markdown(("K", *headers), rows)
 
 
-def seeds_table(results: dict[str, Any]) -> str:
+def served_table(results: dict[str, Any]) -> str:
+    """Of the results of ``served_eval.py``: a line for each model and task."""
     rows = []
-    for seed, *pair in variants(results):
-        for variant, entry in zip(("plain", "replay"), pair, strict=True):
-            for length, cell in entry["lengths"].items():
-                least = entry["window"] + 1
-                off, cut = (text_figures(cell["text"], keep) for keep in (OFF, least))
-                answers, truncated = (recall_figures(cell["recall"], keep) for keep in (OFF, least))
-                rows.append(
-                    [
-                        seed,
-                        variant,
-                        length,
-                        f"{off['perplexity'][0]:.3f}",
-                        interval(cut["factor"], signed_percent),
-                        interval(cut["kl"], lambda x: f"{x:.1e}"),
-                        f"{answers['share'][0]:.1%}",
-                        f"{truncated['share'][0]:.1%} ({truncated['lost']} / {truncated['gained']})",
-                    ]
-                )
-    headers = ("seed", "variant", "L", "perplexity, off", "change at min", "KL at min", "recall, off")
-    return markdown((*headers, "recall at min (lost / gained)"), rows)
+    for name, modes in results["models"].items():
+        for task in modes["off"]:
+            cells = {mode: modes[mode][task] for mode in SERVED_MODES}
+            verdicts = {mode: cell if isinstance(cell, str) else cell["verdicts"] for mode, cell in cells.items()}
+            off, compact = (recall_figures(verdicts, mode) for mode in SERVED_MODES)
+            shares = [interval(figures["share"], lambda x: f"{x:.1%}") for figures in (off, compact)]
+            rows.append([name, task, str(len(verdicts["off"])), *shares, f"{compact['lost']} / {compact['gained']}"])
+    return markdown(("model", "task", "prompts", "off", f"compact, K {results['keep_tokens']}", "lost / gained"), rows)
 
 
-def tables(results: dict[str, Any]) -> dict[str, str]:
+def tables(results: dict[str, Any], served: dict[str, Any]) -> dict[str, str]:
     _, plain, replay = variants(results)[0]
     return {
         "text-plain": text_table(plain),
         "text-replay": text_table(replay),
         "recall": recall_table(results),
         "ratio": ratio_table(results),
-        "seeds": seeds_table(results),
+        "served": served_table(served),
     }
 
 
@@ -455,7 +445,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = options.document.with_suffix("")
     results = study(options.models, folder / "results.json", fresh=options.fresh)
     files = draw(results, folder)
-    text = fill_in(options.document.read_text(encoding="utf-8"), tables(results))
+    served = json.loads((folder / "served.json").read_text(encoding="utf-8"))  # by served_eval.py
+    text = fill_in(options.document.read_text(encoding="utf-8"), tables(results, served))
     options.document.write_text(text, encoding="utf-8")
     print(f"wrote {options.document} and {', '.join(path.name for path in files)}")
     return 0

@@ -1,7 +1,10 @@
 """Task accuracy of a served model, ``off`` against ``compact``: recall over the completions API, and lm-eval's tasks.
 
     python examples/served_eval.py                        # both models, recall only
-    python examples/served_eval.py --lm-eval              # and lm-eval, after pip install 'lm-eval[api]'
+    python examples/served_eval.py --lm-eval --json docs/error_study/served.json
+
+The second also runs lm-eval, which ``pip install 'lm-eval[api]'`` brings, and leaves its results where
+``error_study.py`` puts them into docs/error_study.md.
 
 For every model and mode it starts ``vllm serve`` on a free loopback port and asks ``RECALL_PROMPTS`` questions of
 each length through the OpenAI client, as token ids. They are the prompts of ``error_study.py``, which asks the dense
@@ -32,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from error_study import MODELS, interval, markdown, recall_figures, recall_prompts  # the neighbouring examples
+from error_study import MODELS, SERVED_MODES, recall_prompts, served_table  # the neighbouring examples
 from train_ced import ANSWER_BYTES, Bytes, load_text, make_recall_example
 
 from vllm_yoco.tools.report import progress
@@ -41,13 +44,12 @@ from vllm_yoco.tools.server import Interrupted, Server, ServerError, running_ser
 if TYPE_CHECKING:
     from openai import OpenAI
 
-MODES = ("off", "compact")
-LENGTHS = (1024, 2048)
-MAX_MODEL_LEN = 2304
+LENGTHS = (1024,)
+MAX_MODEL_LEN = 1280
 BATCH = 20  # prompts in one request
 
 TASKS = Path(__file__).parent / "lm_eval"
-TASK_LENGTH, TASK_RECALL, TASK_NEXT = 1024, 100, 50
+TASK_LENGTH, TASK_RECALL, TASK_NEXT = 1024, 64, 32
 CHOICES, CHOICE_BYTES = 4, 48
 
 ENV = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
@@ -154,22 +156,6 @@ def ask_lm_eval(server: Server, model: Path) -> dict[str, Any]:
     return figures
 
 
-# Results
-
-
-def table(results: dict[str, Any]) -> str:
-    """Markdown: a line for each model and task."""
-    rows = []
-    for name, modes in results["models"].items():
-        for task in modes["off"]:
-            cell = {mode: modes[mode][task] for mode in MODES}
-            verdicts = {mode: value if isinstance(value, str) else value["verdicts"] for mode, value in cell.items()}
-            off, compact = (recall_figures(verdicts, mode) for mode in MODES)
-            shares = [interval(figures["share"], lambda x: f"{x:.1%}") for figures in (off, compact)]
-            rows.append([name, task, str(len(verdicts["off"])), *shares, f"{compact['lost']} / {compact['gained']}"])
-    return markdown(("model", "task", "prompts", "off", f"compact, K {results['keep_tokens']}", "lost / gained"), rows)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Recall and lm-eval tasks on a served model, off and compact.")
     parser.add_argument("--models", nargs="+", type=Path, default=MODELS, metavar="DIR", help="default: models/*")
@@ -194,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             logs.mkdir(parents=True, exist_ok=True)
             for model in options.models:
                 entry: dict[str, Any] = {}
-                for mode in MODES:
+                for mode in SERVED_MODES:
                     flags = ["--yoco-keep-tokens", options.keep_tokens]
                     with served(model, mode, flags, logs / f"{model.name}-{mode}.log") as server:
                         found: dict[str, Any] = {f"recall, L={n}": ask_recall(server, n, text) for n in LENGTHS}
@@ -210,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    print(table(results))
+    print(served_table(results))
     return 0
 
 

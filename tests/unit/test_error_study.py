@@ -17,6 +17,7 @@ from vllm_yoco.models.reference import DenseYoco
 study = example("error_study")
 _, TEXT = study.load_text()
 RESULTS = json.loads((study.DOCUMENT.with_suffix("") / "results.json").read_text())
+SERVED = json.loads((study.DOCUMENT.with_suffix("") / "served.json").read_text())
 PAIR = [RESULTS["models"][f"ced-byte-{variant}"] for variant in ("plain", "replay")]
 
 
@@ -143,7 +144,7 @@ def test_document_needs_every_block_once() -> None:
 
 def test_document_has_the_tables_of_the_committed_results() -> None:
     document = study.DOCUMENT.read_text(encoding="utf-8")
-    assert study.fill_in(document, study.tables(RESULTS)) == document
+    assert study.fill_in(document, study.tables(RESULTS, SERVED)) == document
     for name in ("kl", "perplexity", "recall"):
         assert f"](error_study/{name}.png)" in document
         assert (study.DOCUMENT.with_suffix("") / f"{name}.png").stat().st_size > 10_000

@@ -96,13 +96,6 @@ def test_commands_exist() -> None:
                 assert (ROOT / module.replace(".", "/")).with_suffix(".py").is_file()
             case ["vllm", "serve", *_] | ["pip", "install", "."]:
                 pass
-            case ["pip", "install", extra]:
-                name = re.fullmatch(r"vllm-yoco\[(\w+)\]", extra)
-                assert (
-                    name
-                    and name[1]
-                    in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-                )
             case ["head", "-n", _, file, ">", _]:
                 assert (ROOT / file).exists()
             case _:

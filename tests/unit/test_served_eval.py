@@ -94,7 +94,7 @@ def test_table_counts_lost_and_gained_answers_of_both_kinds_of_task() -> None:
         "off": {"recall, L=1": "1100", "lm-eval x": {"acc": 0.5, "verdicts": "10"}},
         "compact": {"recall, L=1": "1010", "lm-eval x": {"acc": 0.0, "verdicts": "00"}},
     }
-    rows = served_eval.table({"keep_tokens": "min", "models": {"m": tasks}}).splitlines()
+    rows = served_eval.served_table({"keep_tokens": "min", "models": {"m": tasks}}).splitlines()
     assert rows[-2].endswith("| 1 / 1 |") and rows[-1].endswith("| 1 / 0 |")
 
 

@@ -260,14 +260,9 @@ def recall_figures(cell: dict[str, str], keep: int | str) -> dict[str, Any]:
     }
 
 
-def variants(results: dict[str, Any]) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """(seed, plain, replay) for every pair of models; ``ced-byte-plain`` is seed 0, ``ced-byte-plain-seed1`` 1."""
-    models = results["models"]
-    return [
-        (name.rpartition("-seed")[2] if "-seed" in name else "0", entry, models[name.replace("plain", "replay")])
-        for name, entry in models.items()
-        if "plain" in name and name.replace("plain", "replay") in models
-    ]
+def both_variants(results: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    plain, replay = (results["models"][folder.name] for folder in MODELS)
+    return plain, replay
 
 
 # Tables
@@ -315,7 +310,7 @@ def text_table(entry: dict[str, Any]) -> str:
 
 def recall_table(results: dict[str, Any]) -> str:
     rows = []
-    _, *pair = variants(results)[0]
+    pair = both_variants(results)
     for length in pair[0]["lengths"]:
         for keep in (OFF, *reversed(pair[0]["keeps"])):
             row = [length, label(pair[0], keep)]
@@ -329,17 +324,15 @@ def recall_table(results: dict[str, Any]) -> str:
 
 def ratio_table(results: dict[str, Any]) -> str:
     """Mean KL of replay over that of plain, on the same prompts."""
-    pairs = variants(results)
+    plain, replay = both_variants(results)
     rows = []
-    for keep in reversed(pairs[0][1]["keeps"][:-1]):
-        row = [label(pairs[0][1], keep)]
-        for _, plain, replay in pairs:
-            for length in plain["lengths"]:
-                kl = np.array([e["lengths"][length]["text"][str(keep)]["kl"] for e in (plain, replay)])
-                row.append(interval(bootstrap(kl, lambda m: m[1] / m[0]), lambda x: f"{x:.2f}"))
+    for keep in reversed(plain["keeps"][:-1]):
+        row = [label(plain, keep)]
+        for length in plain["lengths"]:
+            kl = np.array([entry["lengths"][length]["text"][str(keep)]["kl"] for entry in (plain, replay)])
+            row.append(interval(bootstrap(kl, lambda m: m[1] / m[0]), lambda x: f"{x:.2f}"))
         rows.append(row)
-    headers = [f"L={length}, seed {seed}" for seed, plain, _ in pairs for length in plain["lengths"]]
-    return markdown(("K", *headers), rows)
+    return markdown(("K", *(f"L = {int(length):,}" for length in plain["lengths"])), rows)
 
 
 def served_table(results: dict[str, Any]) -> str:
@@ -356,7 +349,7 @@ def served_table(results: dict[str, Any]) -> str:
 
 
 def tables(results: dict[str, Any], served: dict[str, Any]) -> dict[str, str]:
-    _, plain, replay = variants(results)[0]
+    plain, replay = both_variants(results)
     return {
         "text-plain": text_table(plain),
         "text-replay": text_table(replay),
@@ -401,7 +394,7 @@ def draw(results: dict[str, Any], folder: Path) -> list[Path]:
     plots["recall"] = "recall, %", recall
     files = []
     for name, (title, figures) in plots.items():
-        _, *pair = variants(results)[0]
+        pair = both_variants(results)
         lengths = list(pair[0]["lengths"])
         figure = new_figure(len(lengths))
         panels = figure.subplots(1, len(lengths), sharey=True, squeeze=False)[0]
@@ -417,7 +410,8 @@ def draw(results: dict[str, Any], folder: Path) -> list[Path]:
             axes.axvspan(keeps[0] * 0.85, pair[0]["window"] + 0.5, color="grey", alpha=0.2, label="refused in serving")
             axes.set_xscale("log", base=2)
             axes.set_xlim(keeps[0] * 0.85, keeps[-1] * 1.15)
-            axes.set_xticks(keeps, [str(keep) for keep in keeps], rotation=45)
+            named = ["" if keep == SERVED[0] else str(keep) for keep in keeps]  # 140 is too close to 129 for a label
+            axes.set_xticks(keeps, named, rotation=45)
             axes.minorticks_off()
             if name == "kl":
                 axes.set_yscale("log")
@@ -436,14 +430,13 @@ def draw(results: dict[str, Any], folder: Path) -> list[Path]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Measure the error of truncated prefill on the trained models.")
-    parser.add_argument("--models", nargs="+", type=Path, default=MODELS, metavar="DIR", help="default: models/*")
     parser.add_argument("--document", type=Path, default=DOCUMENT, help="default: docs/error_study.md")
     parser.add_argument("--fresh", action="store_true", help="measure again what was measured before")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     folder = options.document.with_suffix("")
-    results = study(options.models, folder / "results.json", fresh=options.fresh)
+    results = study(MODELS, folder / "results.json", fresh=options.fresh)
     files = draw(results, folder)
     served = json.loads((folder / "served.json").read_text(encoding="utf-8"))  # by served_eval.py
     text = fill_in(options.document.read_text(encoding="utf-8"), tables(results, served))

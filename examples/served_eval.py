@@ -189,13 +189,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                             found |= {f"lm-eval {task}": figures for task, figures in tasks.items()}
                     entry[mode] = found
                 results["models"][model.name] = entry
+                if options.json:
+                    options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     except ServerError as error:
         print(f"{error.log_tail}\n{error}. Its last lines are above.", file=sys.stderr)
         return 1
     except Interrupted as error:
         return error.exit_code
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print(served_table(results))
     return 0
 

@@ -335,8 +335,10 @@ def ratio_table(results: dict[str, Any]) -> str:
     return markdown(("K", *(f"L = {int(length):,}" for length in plain["lengths"])), rows)
 
 
-def served_table(results: dict[str, Any]) -> str:
+def served_table(results: dict[str, Any] | None) -> str:
     """Of the results of ``served_eval.py``: a line for each model and task."""
+    if results is None:
+        return "*Not measured.*"
     rows = []
     for name, modes in results["models"].items():
         for task in modes["off"]:
@@ -348,7 +350,7 @@ def served_table(results: dict[str, Any]) -> str:
     return markdown(("model", "task", "prompts", "off", f"compact, K {results['keep_tokens']}", "lost / gained"), rows)
 
 
-def tables(results: dict[str, Any], served: dict[str, Any]) -> dict[str, str]:
+def tables(results: dict[str, Any], served: dict[str, Any] | None) -> dict[str, str]:
     plain, replay = both_variants(results)
     return {
         "text-plain": text_table(plain),
@@ -428,6 +430,13 @@ def draw(results: dict[str, Any], folder: Path) -> list[Path]:
     return files
 
 
+def read_served(folder: Path) -> dict[str, Any] | None:
+    """What ``served_eval.py`` left there."""
+    file = folder / "served.json"
+    served: dict[str, Any] | None = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+    return served
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Measure the error of truncated prefill on the trained models.")
     parser.add_argument("--document", type=Path, default=DOCUMENT, help="default: docs/error_study.md")
@@ -438,8 +447,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = options.document.with_suffix("")
     results = study(MODELS, folder / "results.json", fresh=options.fresh)
     files = draw(results, folder)
-    served = json.loads((folder / "served.json").read_text(encoding="utf-8"))  # by served_eval.py
-    text = fill_in(options.document.read_text(encoding="utf-8"), tables(results, served))
+    text = fill_in(options.document.read_text(encoding="utf-8"), tables(results, read_served(folder)))
     options.document.write_text(text, encoding="utf-8")
     print(f"wrote {options.document} and {', '.join(path.name for path in files)}")
     return 0

@@ -17,7 +17,7 @@ from vllm_yoco.models.reference import DenseYoco
 study = example("error_study")
 _, TEXT = study.load_text()
 RESULTS = json.loads((study.DOCUMENT.with_suffix("") / "results.json").read_text())
-SERVED = json.loads((study.DOCUMENT.with_suffix("") / "served.json").read_text())
+SERVED = study.read_served(study.DOCUMENT.with_suffix(""))
 PAIR = [RESULTS["models"][f"ced-byte-{variant}"] for variant in ("plain", "replay")]
 
 

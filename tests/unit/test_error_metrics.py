@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -111,9 +112,7 @@ def test_layer_errors_by_hand() -> None:
 
 
 def truncations(*keeps: int | str, config: YocoModelConfig) -> list[Truncation]:
-    return [
-        resolve_truncation(YocoConfig(truncation="compact", keep_tokens=keep), config.topology()) for keep in keeps
-    ]
+    return [resolve_truncation(YocoConfig(truncation="compact", keep_tokens=keep), config.topology()) for keep in keeps]
 
 
 def study(keeps: list[int | str], prompts: list[Prompt], max_tokens: int = 5, **changes: Any) -> dict[str, Any]:
@@ -196,6 +195,21 @@ def test_difference_keeps_the_worst_place() -> None:
 
 
 # --- Prompts ---
+
+
+def test_text_is_encoded_without_a_warning_about_the_model_type(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers does not know ``yoco`` outside vLLM, and says so if it has to find the config itself."""
+    model = Path(__file__).parents[2] / "models" / "ced-byte-plain"
+    file = tmp_path / "prompts.txt"
+    file.write_text("abc\n")
+    logging.getLogger("transformers").addHandler(caplog.handler)  # it does not propagate
+    try:
+        assert read_prompts(file, str(model), 260, None) == [Prompt((256, *b"abc"))]
+    finally:
+        logging.getLogger("transformers").removeHandler(caplog.handler)
+    assert "model of type" not in caplog.text
 
 
 def test_read_prompts(tmp_path: Path) -> None:

@@ -66,6 +66,22 @@ def test_flex_attention_is_the_references_mask(length, window, s_keep):
     assert torch.equal(mask, swa_visible(position, position, window, torch.tensor([[s_keep]]))[0])
 
 
+def test_an_oracle_that_is_one_off_disagrees():
+    """s_keep = 27, W = 9: the equality above would not survive either of them off by one."""
+    plan = plan_rows([Chunk(40, 0, 40)], mode="compact", keep_tokens=13, window=9)
+    position = torch.from_numpy(plan.positions)
+
+    def agrees(s_keep, window):
+        def mask_mod(b, h, q, kv):
+            return (kv <= position[q]) & (position[q] - kv < window) & (kv >= s_keep)
+
+        mask = create_mask(mask_mod, None, None, len(plan.rows), 40, device="cpu")[0, 0]
+        return np.array_equal(visible_table(plan)[:, 0], mask.numpy())
+
+    assert agrees(27, 9)
+    assert not any(agrees(*wrong) for wrong in ((26, 9), (28, 9), (27, 8), (27, 10)))
+
+
 needs_xformers = pytest.mark.skipif(
     importlib.util.find_spec("xformers") is None,
     reason="xformers is not installed (extra 'xformers'); its masks are plain PyTorch and need none of its kernels",

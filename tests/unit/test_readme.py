@@ -96,6 +96,8 @@ def test_commands_exist() -> None:
                 assert (ROOT / module.replace(".", "/")).with_suffix(".py").is_file()
             case ["vllm", "serve", *_] | ["pip", "install", "."]:
                 pass
+            case ["head", "-n", _, file, ">", _]:
+                assert (ROOT / file).exists()
             case _:
                 pytest.fail(f"unknown command in the README: {command}")
     assert {"demo", "test", "inspect", "cost", "init-model"} <= seen
@@ -165,13 +167,13 @@ def test_what_is_called_refused_is_refused() -> None:
 def test_sample_output_has_the_shape_of_the_summary() -> None:
     from vllm_yoco.config import resolve_truncation
     from vllm_yoco.models.checkpoint import read_model_config
-    from vllm_yoco.presets import find_model_config
-    from vllm_yoco.tools.demo import Answers, summary
+    from vllm_yoco.tools.demo import TRAINED, Answers, summary
 
-    config = read_model_config(find_model_config("ced"))
+    config = read_model_config(TRAINED / "config.json")
     truncation = resolve_truncation(YocoConfig(truncation="compact"), config.topology())
-    compact = Answers(4096, [129] * 8, [2.0], ["token_id:1"], {"token_id:1": -1.0, "token_id:2": -2.0}, True)
-    off = Answers(4096, [4096] * 8, [4.0], ["token_id:1"], {"token_id:1": -1.5}, True)
+    right = [True] * 20
+    compact = Answers(4096, [129] * 4, [2.0], ["token_id:1"], {"token_id:1": -1.0, "token_id:2": -2.0}, True, right)
+    off = Answers(4096, [4096] * 4, [4.0], ["token_id:1"], {"token_id:1": -1.5}, True, right)
     ours = summary(compact, off, config, truncation)
 
     def shape(text: str) -> list[str]:
@@ -180,6 +182,7 @@ def test_sample_output_has_the_shape_of_the_summary() -> None:
             (r"\d+\.\d+ s", "SECONDS"),
             (r"\d\.\d+x; by", "MEASURED by"),
             (r"at most \S+ nat \(\d+ tokens", "DIFFERENCE"),
+            (r"\d+ of \d+ answered right, \d+ by off; \d+ alike", "ANSWERS"),
             (r"  +|-{3,}", " "),
         ):
             text = re.sub(pattern, instead, text)

@@ -161,5 +161,9 @@ class _Encoder:
         if self._tokenizer is None:
             from transformers import AutoTokenizer
 
-            self._tokenizer = AutoTokenizer.from_pretrained(self._model)
+            from vllm_yoco.models.config import YocoModelConfig
+
+            # Left to find the config itself, transformers warns that it does not know the model type.
+            config = YocoModelConfig.from_pretrained(self._model)
+            self._tokenizer = AutoTokenizer.from_pretrained(self._model, config=config)
         return tuple(self._tokenizer(text, add_special_tokens=key == "prompt")["input_ids"])

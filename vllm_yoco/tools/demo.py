@@ -4,6 +4,11 @@ For ``compact`` and then ``off`` it starts ``vllm serve``, sends the prompt thro
 
     rows     from the consumer layers, which count what they run on (``vllm_yoco.worker_extension``)
     TTFT     the client's time from the request to the first streamed token, best of ``REPEATS``
+    answers  how many questions with a known answer are answered right, if there are any
+
+In a checkout the model is the trained one in ``models/ced-byte-plain``, the prompt is text that it was not trained on,
+and the questions ask for records that lie in rows no consumer layer ran on under ``compact``. Elsewhere, or with
+``--config``, weights are random and nothing is asked.
 
 Prefix caching is off (``configs/serve/demo.yaml``), so every repetition computes the whole prompt. Requests that
 are not measured come first, so that none of the measured ones pays for first use.
@@ -15,12 +20,13 @@ if a server failed (the end of its log is printed); 2 for wrong arguments; 128 +
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from pydoc_data.topics import topics  # the Python Language Reference, part of Python; PSF licence
@@ -42,11 +48,16 @@ HELP = "serve a YOCO model with and without prefill truncation; compare rows, ti
 
 MODES = ("compact", "off")
 MAX_MODEL_LEN = 8192
-REPEATS = 3
+REPEATS = 5
 SCATTER = 1.25  # longest over shortest time of a mode, above which other work disturbed it
 TOP = 20  # log-probabilities per token, as many as a server returns by default (--max-logprobs)
 
-PROMPT, WARM_UP = topics["specialnames"], topics["compound"]
+CHECKOUT = Path(__file__).parents[2]
+TRAINED = CHECKOUT / "models" / "ced-byte-plain"
+RANDOM = "ced"
+QUESTIONS, NUM_QUESTIONS = CHECKOUT / "examples" / "lm_eval" / "ced_recall.jsonl", 20
+
+PROMPT, WARM_UP = topics["typesseq"], topics["compound"]  # the former was held out when the model was trained
 ENV = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 """The first offers ``collective_rpc`` over HTTP, without authentication; the server listens on loopback only."""
 
@@ -64,6 +75,7 @@ class Answers:
         tokens: the completion as ``token_id:N``, which no two tokens share, unlike their text.
         top_logprobs: of the first token, by token.
         finite: all log-probabilities returned were.
+        right: for each question, whether it was answered right.
     """
 
     prompt_tokens: int
@@ -72,17 +84,27 @@ class Answers:
     tokens: list[str]
     top_logprobs: dict[str, float]
     finite: bool
+    right: list[bool] = field(default_factory=list)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="DIR", type=Path, help="checkpoint to serve (default: random weights)")
-    parser.add_argument(
-        "--config", default="ced", help=f"random model: a file or one of {', '.join(model_presets())} (default: ced)"
+    model = parser.add_mutually_exclusive_group()
+    default = f"{TRAINED.parent.name}/{TRAINED.name} of the checkout; random weights elsewhere"
+    model.add_argument("--model", metavar="DIR", type=Path, help=f"checkpoint to serve (default: {default})")
+    model.add_argument(
+        "--config", help=f"random weights instead: a file or one of {', '.join(model_presets())} (default: {RANDOM})"
     )
     parser.add_argument("--keep-tokens", default="min", metavar="K", help="a number, min or exact (default: min)")
     parser.add_argument("--prompt-file", metavar="FILE", type=Path, help="text to send (default: Python's reference)")
     parser.add_argument("--prompt-tokens", metavar="N", type=int, default=4096, help="cut it there (default: 4096)")
     parser.add_argument("--max-tokens", metavar="N", type=int, default=32, help="completion (default: 32)")
+    parser.add_argument(
+        "--questions",
+        metavar="FILE",
+        type=Path,
+        help="JSON lines with prompt and answer, which a greedy completion must start with (default: those of the"
+        " trained model, none for another)",
+    )
     parser.add_argument("--log-dir", metavar="DIR", type=Path, help="keep the servers' logs here")
     parser.add_argument("serve_flags", metavar="-- FLAG", nargs="*", help="further flags for vllm serve")
 
@@ -108,8 +130,10 @@ def _demo(args: argparse.Namespace, folder: Path) -> int:
     from vllm_yoco.models import checkpoint  # loads torch
 
     started = time.monotonic()
-    model: Path = args.model or folder / "model"
-    config = checkpoint.read_model_config(model / "config.json" if args.model else find_model_config(args.config))
+    given: Path | None = args.model or (TRAINED if args.config is None and TRAINED.is_dir() else None)
+    shape: str = args.config or RANDOM
+    model = given or folder / "model"
+    config = checkpoint.read_model_config(given / "config.json" if given else find_model_config(shape))
     settings = {"truncation": "compact", "keep_tokens": args.keep_tokens}
     truncation = resolve_truncation(YocoConfig.from_additional_config({CONFIG_KEY: settings}), config.topology())
     max_model_len = min(MAX_MODEL_LEN, config.max_position_embeddings)
@@ -120,14 +144,19 @@ def _demo(args: argparse.Namespace, folder: Path) -> int:
         )
     text = PROMPT if args.prompt_file is None else args.prompt_file.read_text(encoding="utf-8")
     prompts = [_cut(words, args.prompt_tokens) for words in (WARM_UP, text)]
-    if not args.model:
-        _say(f"making {args.config}, {checkpoint.parameter_count(config):,} random weights (its text will be noise)")
+    questions = _read_questions(args.questions or (QUESTIONS if given == TRAINED and QUESTIONS.exists() else None))
+    if given:
+        _say(f"{given.name}, {checkpoint.parameter_count(config):,} parameters")
+    else:
+        _say(f"making {shape}, {checkpoint.parameter_count(config):,} random weights (its text will be noise)")
         checkpoint.save_checkpoint(model, config, checkpoint.random_state_dict(config, seed=0))
     logs: Path = (args.log_dir or folder).resolve()
     logs.mkdir(parents=True, exist_ok=True)
     flags = [*_serve_flags(model, max_model_len), "--yoco-keep-tokens", str(args.keep_tokens), *args.serve_flags]
     answers = {
-        mode: _serve_and_ask(mode, [*flags, "--yoco-truncation", mode], prompts, args.max_tokens, logs / f"{mode}.log")
+        mode: _serve_and_ask(
+            mode, [*flags, "--yoco-truncation", mode], prompts, args.max_tokens, questions, logs / f"{mode}.log"
+        )
         for mode in MODES
     }
     print("", summary(answers["compact"], answers["off"], config, truncation), sep="\n")
@@ -135,6 +164,25 @@ def _demo(args: argparse.Namespace, folder: Path) -> int:
     verdict = "; ".join(problems) or "rows as planned in every layer, all log-probabilities finite"
     print(f"{'FAILED' if problems else 'ok'}: {verdict} ({time.monotonic() - started:.0f} s)")
     return 1 if problems else 0
+
+
+def _read_questions(file: Path | None) -> list[tuple[str, str]]:
+    """At most ``NUM_QUESTIONS`` pairs of prompt and answer. ValueError for a line that is none."""
+    if file is None:
+        return []
+    questions = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines()[:NUM_QUESTIONS], 1):
+        try:
+            question = json.loads(line)
+            prompt, answer = question["prompt"], question["answer"]
+        except (ValueError, KeyError, TypeError):
+            prompt = answer = None
+        if not (isinstance(prompt, str) and isinstance(answer, str) and prompt and answer):
+            raise ValueError(
+                f"--questions {file}: line {number} must be a JSON object with the texts prompt and answer."
+            )
+        questions.append((prompt, answer))
+    return questions
 
 
 def _serve_flags(model: Path, max_model_len: int) -> list[str]:
@@ -151,7 +199,9 @@ def _cut(text: str, num_tokens: int) -> str:
     return text.encode()[: num_tokens - 1].decode(errors="ignore")
 
 
-def _serve_and_ask(mode: str, flags: list[str], prompts: list[str], max_tokens: int, log: Path) -> Answers:
+def _serve_and_ask(
+    mode: str, flags: list[str], prompts: list[str], max_tokens: int, questions: list[tuple[str, str]], log: Path
+) -> Answers:
     import openai
 
     def progress(seconds: float, line: str) -> None:
@@ -167,12 +217,19 @@ def _serve_and_ask(mode: str, flags: list[str], prompts: list[str], max_tokens: 
             http_client=openai.DefaultHttpxClient(trust_env=False),  # no proxy to loopback
         )
         try:
-            return _ask(mode, server, client, prompts, max_tokens)
+            return _ask(mode, server, client, prompts, max_tokens, questions)
         except (openai.OpenAIError, OSError) as error:
             raise ServerError(f"{mode}: a request failed ({error})", log_tail(log)) from error
 
 
-def _ask(mode: str, server: Server, client: OpenAI, prompts: list[str], max_tokens: int) -> Answers:
+def _ask(
+    mode: str,
+    server: Server,
+    client: OpenAI,
+    prompts: list[str],
+    max_tokens: int,
+    questions: list[tuple[str, str]],
+) -> Answers:
     warm_up, prompt = prompts
     body: dict[str, Any] = {
         "model": client.models.list().data[0].id,
@@ -194,10 +251,19 @@ def _ask(mode: str, server: Server, client: OpenAI, prompts: list[str], max_toke
         seconds.append(arrivals[0] - start)
         rows += [count - earlier for count, earlier in zip(_computed_rows(server), before, strict=True)]
         _say(f"{mode}: first token {repeat + 1} of {REPEATS} after {seconds[-1]:.2f} s")
+    right = []
+    for question, expected in questions:
+        # A token is a byte at least, so that so many tokens hold the answer.
+        reply = client.completions.create(
+            model=body["model"], prompt=question, max_tokens=len(expected.encode()), temperature=0.0
+        )
+        right.append(reply.choices[0].text.startswith(expected))
+    if questions:
+        _say(f"{mode}: {sum(right)} of {len(right)} questions answered right")
     logprobs = choice.logprobs
     scores = [logprobs.token_logprobs, *(top.values() for top in logprobs.top_logprobs)]
     finite = all(score is not None and math.isfinite(score) for row in scores for score in row)
-    return Answers(usage.prompt_tokens, rows, seconds, logprobs.tokens, logprobs.top_logprobs[0], finite)
+    return Answers(usage.prompt_tokens, rows, seconds, logprobs.tokens, logprobs.top_logprobs[0], finite, right)
 
 
 def _computed_rows(server: Server) -> list[int]:
@@ -235,6 +301,11 @@ def summary(compact: Answers, off: Answers, config: YocoModelConfig, truncation:
         "continuation": f"the first {agreeing} of {len(off.tokens)} greedy tokens agree",
         "first token": f"log-probabilities differ by at most {furthest:.2g} nat ({len(both)} tokens in both top {TOP})",
     }
+    if compact.right:
+        same = sum(ours == theirs for ours, theirs in zip(compact.right, off.right, strict=True))
+        lines["questions"] = (
+            f"{sum(compact.right)} of {len(compact.right)} answered right, {sum(off.right)} by off; {same} alike"
+        )
     measured = [
         (f"rows in each of {truncation.topology.num_consumers} consumer layers", *rows),
         (f"time to first token, best of {REPEATS}", *(f"{seconds:.3f} s" for seconds in best)),

@@ -169,6 +169,7 @@ def main() -> int:
         shared = Path(folder) / "kv"
         model = sys.argv[1] if len(sys.argv) > 1 else random_model(Path(folder) / "ced-tiny")
 
+        print("starting the prefill and the decode engine (each takes half a minute or more)", flush=True)
         prefill, decode = start_engine(model, "exact", shared), start_engine(model, "min", shared)
         prefilled = generate(prefill, max_tokens=1)
         block_size = prefill.llm_engine.vllm_config.cache_config.block_size
@@ -176,6 +177,7 @@ def main() -> int:
         decoded = generate(decode, MAX_TOKENS)
         del prefill, decode
 
+        print("starting the engine that does everything, to compare with", flush=True)
         expected = generate(start_engine(model, "min"), MAX_TOKENS)
         for ours, theirs in zip(decoded, expected, strict=True):
             equal = ours.outputs[0].token_ids == theirs.outputs[0].token_ids

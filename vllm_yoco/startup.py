@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm_yoco import compat, counters
-from vllm_yoco.config import Truncation, YocoConfig, flag_name
+from vllm_yoco.config import Truncation, YocoConfig, flag_name, flag_of
 from vllm_yoco.engine_config import truncation_of, yoco_config_of
 from vllm_yoco.plugins import check_plugins
 from vllm_yoco.topology import check_draft_targets, check_engram_layers
@@ -90,7 +90,9 @@ def describe(truncation: Truncation, vllm_config: VllmConfig) -> str:
         f" (boundary {topology.boundary}, {len(topology.swa_layers)} consumers with SWA)"
     )
     if not truncation.active:
-        return f"YOCO truncation off: {layers}"
+        idle = yoco_config_of(vllm_config).model_fields_set - {"truncation", "plugins"}
+        without_effect = f"; without effect: {', '.join(sorted(map(flag_of, idle)))}" if idle else ""
+        return f"YOCO truncation off: {layers}{without_effect}"
     chosen = "given" if truncation.keep_tokens_rule == "given" else f"rule {truncation.keep_tokens_rule}"
     lossless = "lossless" if truncation.lossless else f"approximate (lossless from K={truncation.exact_keep_tokens})"
     parts = [

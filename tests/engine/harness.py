@@ -162,6 +162,8 @@ class RunnerProcess:
 
 
 def _serve(conn: Connection, runner: str, environment: dict[str, str]) -> None:
+    from vllm_yoco import counters
+
     os.environ.update(ENVIRONMENT | environment)
     if runner == "v2":
         from vllm_yoco.testing import runner_v2_cpu
@@ -177,6 +179,8 @@ def _serve(conn: Connection, runner: str, environment: dict[str, str]) -> None:
             conn.send((True, job(engines, *args)))
         except BaseException as error:
             conn.send((False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+    for llm in engines.llms.values():
+        counters.remove(llm.llm_engine.vllm_config.instance_id)
     # Engines die with the process; an orderly teardown of many in one process is not what is tested.
     os._exit(0)
 

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import LLM
 from vllm.benchmarks import latency, throughput
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.entrypoints.cli import serve
 from vllm.plugins import load_general_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.llm_engine import LLMEngine
 
 from vllm_yoco import compat, startup
+from vllm_yoco.models.checkpoint import random_state_dict, read_model_config, save_checkpoint
 from vllm_yoco.models.config import YocoModelConfig
 
 ON = {"yoco": {"truncation": "compact"}}
@@ -113,6 +119,51 @@ def test_vllm_bench(model: str, module: Any) -> None:
     assert engine_args.additional_config == {"yoco": {"truncation": "mask"}}
 
 
+@pytest.mark.parametrize("module", [latency, throughput])
+def test_vllm_bench_makes_an_engine_of_its_arguments(
+    model: str, module: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """These commands make the LLM from ``vars()`` of the arguments, so nothing else may be attached to those."""
+
+    def stop(engine_args: EngineArgs, *args: Any, **kwargs: Any) -> Any:
+        raise InterruptedError(engine_args.create_engine_config().additional_config)
+
+    monkeypatch.setattr(LLMEngine, "from_engine_args", stop)
+    flags = ["--model", model, "--skip-tokenizer-init"]
+    for given, expected in (([], {}), (["--yoco-truncation=mask"], {"yoco": {"truncation": "mask"}})):
+        with pytest.raises(InterruptedError) as arrived:
+            LLM.from_engine_args(vllm_bench(module.add_cli_args, *flags, *given))
+        assert arrived.value.args == (expected,)
+    wrong = vllm_bench(module.add_cli_args, *flags, "--yoco-truncation=mask", "--yoco-keep-tokens=9")
+    with pytest.raises(SystemExit) as exit_:
+        LLM.from_engine_args(wrong)
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("vllm: error: --yoco-keep-tokens=9: must be at least")
+
+
+@pytest.mark.slow
+def test_vllm_bench_latency_runs(tmp_path: Path) -> None:
+    """The command itself, which does more with its arguments than the tests above."""
+    config = read_model_config("configs/models/ced-tiny.json")
+    config.vocab_size = 10000  # the command draws its tokens below that
+    save_checkpoint(tmp_path, config, random_state_dict(config, seed=0))
+    sizes = ("--input-len", "64", "--output-len", "2", "--batch-size", "1")
+    rounds = ("--num-iters", "1", "--num-iters-warmup", "1")
+    engine = ("--enforce-eager", "--dtype", "float32", "--max-model-len", "256", "--kv-cache-memory-bytes", "64M")
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "latency", "--model", str(tmp_path)]
+    done = subprocess.run(
+        [*command, *sizes, *rounds, *engine, "--plugin", "vllm_yoco", "--yoco-truncation", "compact"],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "YOCO truncation compact: K=25" in done.stdout + done.stderr
+    assert "Avg latency" in done.stdout
+
+
 def test_flags_join_the_json(model: str) -> None:
     json_flag = ["--additional-config", '{"a": 1, "yoco": {"keep_tokens": "exact"}}']
     assert vllm_serve(model, *json_flag, "--yoco-truncation", "mask").additional_config == {
@@ -150,8 +201,12 @@ def test_a_refused_command_line_ends_with_one_line(model: str, capsys: pytest.Ca
         engine_args.create_engine_config()
     assert exit_.value.code == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("vllm: error: --yoco-keep-tokens")
-    assert "=9: must be at least W + B = 128 + 1 = 129" in error
+    assert error.startswith("vllm: error: --yoco-keep-tokens=9: must be at least W + B = 128 + 1 = 129")
+    # What came as JSON is named by both of its names.
+    json_flag = ["--additional-config", '{"yoco": {"truncation": "compact", "keep_tokens": 9}}']
+    with pytest.raises(SystemExit):
+        vllm_serve(model, "--skip-tokenizer-init", *json_flag).create_engine_config()
+    assert '--yoco-keep-tokens (additional_config["yoco"]["keep_tokens"])=9:' in capsys.readouterr().err
 
 
 # ---- keyword arguments
@@ -161,7 +216,7 @@ def test_keyword_arguments(model: str) -> None:
     for cls in (EngineArgs, AsyncEngineArgs):
         engine_args = cls(model=model, yoco_truncation="compact", yoco_keep_tokens=140)
         assert engine_args.additional_config == {"yoco": {"truncation": "compact", "keep_tokens": 140}}
-    with pytest.raises(TypeError, match="yoco_mode"):
+    with pytest.raises(TypeError, match="yoco_mode: is no setting of vllm-yoco; the settings are yoco_truncation, "):
         EngineArgs(model=model, yoco_mode="compact")
     with pytest.raises(ValueError, match="must be one of off, mask, compact"):
         EngineArgs(model=model, yoco_truncation="fast")

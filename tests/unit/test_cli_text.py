@@ -139,7 +139,8 @@ def describe(max_model_len: int = 32768, **settings: Any) -> str:
     config = SimpleNamespace(
         model_config=SimpleNamespace(
             max_model_len=max_model_len, hf_config=SimpleNamespace(num_key_value_heads=2, head_dim=32)
-        )
+        ),
+        additional_config={"yoco": settings},
     )
     return startup.describe(truncation, config)  # type: ignore[arg-type]
 
@@ -156,4 +157,6 @@ def test_start_up_line() -> None:
     assert "K=600 (given), W=128, B=1, lossless;" in describe(truncation="mask", keep_tokens=600)
     assert "nothing is saved" in describe(truncation="mask")
     assert "removed: 44% at L=1024;" in describe(1024, truncation="compact")
-    assert describe() == ("YOCO truncation off: 4 producer + 4 consumer layers (boundary 4, 4 consumers with SWA)")
+    assert describe() == "YOCO truncation off: 4 producer + 4 consumer layers (boundary 4, 4 consumers with SWA)"
+    idle = describe(truncation="off", keep_tokens=5, prompt_logprobs="full")
+    assert idle == f"{describe()}; without effect: --yoco-keep-tokens, --yoco-prompt-logprobs"

@@ -33,6 +33,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from vllm_yoco.tools import arguments
 from vllm_yoco.tools.check_inputs import (
     MODEL_HELP,
     PROMPTS_HELP,
@@ -62,7 +63,9 @@ MEANING = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--runner", choices=RUNNERS, default="auto", help="vLLM's model runner (default: its choice)")
-    parser.add_argument("--prompts", metavar="FILE", help=f"instead of random tokens: {PROMPTS_HELP}")
+    parser.add_argument(
+        "--prompts", metavar="FILE", type=arguments.input_file, help=f"instead of random tokens: {PROMPTS_HELP}"
+    )
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of random prompts and weights (default: 0)")
     parser.add_argument("--keep-tokens", metavar="K,K...", help="numbers, min, exact (default: min, between, exact)")
     parser.add_argument("--max-tokens", metavar="N", type=int, default=6, help="continuation (default: 6)")

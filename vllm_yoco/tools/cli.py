@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from vllm_yoco import __version__
+from vllm_yoco.config import flag_name
 
 COMMANDS = {
     "inspect": "inspect",
@@ -47,15 +48,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     through with its traceback. Wrong arguments exit through ``SystemExit(2)``, as always with argparse.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
+    if not argv:
+        build_parser(list(COMMANDS)).print_help(sys.stderr)
+        return USAGE_ERROR
     called = argv[:1] if argv and argv[0] in COMMANDS else list(COMMANDS)
     args = build_parser(called).parse_args(argv)
     try:
         code: int = args.run(args)
+        sys.stdout.flush()
         return code
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError) as error:
         if os.environ.get("VLLM_YOCO_DEBUG") == "1":
             raise
-        print(f"vllm-yoco: error: {' '.join(str(error).split())}", file=sys.stderr)
+        # The commands' own flags are shorter than those of `vllm serve`.
+        message = str(error).replace(flag_name("keep_tokens"), "--keep-tokens")
+        print(f"vllm-yoco: error: {' '.join(message.split())}", file=sys.stderr)
         return USAGE_ERROR
 
 

@@ -39,7 +39,7 @@ from vllm_yoco.cost import query_rows_and_pairs
 from vllm_yoco.model_cost import ModelCost, Prefill, layer_rows
 from vllm_yoco.plan import Mode, keep_start
 from vllm_yoco.presets import model_presets
-from vllm_yoco.tools import inspect
+from vllm_yoco.tools import arguments, inspect
 from vllm_yoco.tools.report import add_json_argument, emit, new_figure, progress, si, table
 from vllm_yoco.topology import LayerTopology
 
@@ -368,23 +368,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep-tokens",
         metavar="{N,min,exact}",
-        type=inspect.keep_tokens_argument,
-        nargs="+",
+        action=arguments.List,
+        item=arguments.keep_tokens,
         help="values of K to tabulate (default: min exact)",
     )
     parser.add_argument(
         "--chunk-tokens",
         metavar="{N,all}",
-        type=chunk_argument,
-        nargs="+",
+        action=arguments.List,
+        item=arguments.chunk_tokens,
         help="chunk sizes C to tabulate (default: all, the whole prompt in one chunk)",
     )
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the ceiling over L, K and C")
+    parser.add_argument("--plot", metavar="FILE.png", type=arguments.plot_file, help="draw the ceiling over L, K and C")
     add_json_argument(parser)
-
-
-def chunk_argument(text: str) -> int | None:
-    return None if text == "all" else inspect.positive(text)
 
 
 def run(args: argparse.Namespace) -> int:

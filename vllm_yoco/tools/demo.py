@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_yoco.config import CONFIG_KEY, Truncation, YocoConfig, resolve_truncation
 from vllm_yoco.model_cost import Prefill, YocoCost
 from vllm_yoco.presets import find_model_config, model_presets
+from vllm_yoco.tools.arguments import input_file, model_dir
 from vllm_yoco.tools.report import table
 from vllm_yoco.tools.server import Interrupted, Server, ServerError, interruptible, log_tail, running_server
 from vllm_yoco.worker_extension import COMPUTED_ROWS, QUALNAME
@@ -90,12 +91,14 @@ class Answers:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_mutually_exclusive_group()
     default = f"{TRAINED.parent.name}/{TRAINED.name} of the checkout; random weights elsewhere"
-    model.add_argument("--model", metavar="DIR", type=Path, help=f"checkpoint to serve (default: {default})")
+    model.add_argument("--model", metavar="DIR", type=model_dir, help=f"checkpoint to serve (default: {default})")
     model.add_argument(
         "--config", help=f"random weights instead: a file or one of {', '.join(model_presets())} (default: {RANDOM})"
     )
     parser.add_argument("--keep-tokens", default="min", metavar="K", help="a number, min or exact (default: min)")
-    parser.add_argument("--prompt-file", metavar="FILE", type=Path, help="text to send (default: Python's reference)")
+    parser.add_argument(
+        "--prompt-file", metavar="FILE", type=input_file, help="text to send (default: Python's reference)"
+    )
     parser.add_argument("--prompt-tokens", metavar="N", type=int, default=4096, help="cut it there (default: 4096)")
     parser.add_argument("--max-tokens", metavar="N", type=int, default=32, help="completion (default: 32)")
     parser.add_argument(
@@ -142,7 +145,7 @@ def _demo(args: argparse.Namespace, folder: Path) -> int:
             f"--prompt-tokens {args.prompt_tokens} and --max-tokens {args.max_tokens}: must be positive, and together"
             f" at most the {max_model_len} tokens that the model is served for."
         )
-    text = PROMPT if args.prompt_file is None else args.prompt_file.read_text(encoding="utf-8")
+    text = PROMPT if args.prompt_file is None else Path(args.prompt_file).read_text(encoding="utf-8")
     prompts = [_cut(words, args.prompt_tokens) for words in (WARM_UP, text)]
     questions = _read_questions(args.questions or (QUESTIONS if given == TRAINED and QUESTIONS.exists() else None))
     if given:

@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm_yoco.config import Truncation
+from vllm_yoco.tools import arguments
 from vllm_yoco.tools.check_inputs import (
     MODEL_HELP,
     PROMPTS_HELP,
@@ -71,7 +72,9 @@ RANDOM_PROMPTS = 4
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("--prompts", metavar="FILE", help=f"instead of random tokens: {PROMPTS_HELP}")
+    parser.add_argument(
+        "--prompts", metavar="FILE", type=arguments.input_file, help=f"instead of random tokens: {PROMPTS_HELP}"
+    )
     parser.add_argument("--keep-tokens", metavar="K,K...", help="numbers, min, exact (default: from min to exact)")
     parser.add_argument("--max-tokens", metavar="N", type=int, default=32, help="continuation (default: 32)")
     parser.add_argument("--max-prompt-tokens", metavar="N", type=int, help="use the end of longer prompts")

@@ -40,6 +40,7 @@ from vllm_yoco.config import CONFIG_KEY, KeepTokens, Mode, Truncation, YocoConfi
 from vllm_yoco.deepseek_topology import DeepseekTopology, read_deepseek_topology
 from vllm_yoco.model_cost import DeepseekCost, ModelCost, Prefill, YocoCost, layer_rows
 from vllm_yoco.presets import find_model_config, model_presets
+from vllm_yoco.tools import arguments
 from vllm_yoco.tools.report import add_json_argument, emit, percent, ranges, table
 from vllm_yoco.topology import LayerTopology, check_draft_targets, check_engram_layers
 
@@ -326,7 +327,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep-tokens",
         metavar="{N,min,exact}",
-        type=keep_tokens_argument,
+        type=arguments.keep_tokens,
         default="min",
         help="K, rows that consumer layers run on (default: min)",
     )
@@ -340,28 +341,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that describe requests."""
     parser.add_argument(
-        "--prompt-tokens", metavar="N", type=positive, nargs="+", help="prompt lengths to tabulate, in tokens"
+        "--prompt-tokens",
+        metavar="N",
+        action=arguments.List,
+        item=arguments.positive,
+        help="prompt lengths to tabulate, in tokens; separated by commas or spaces",
     )
     parser.add_argument(
         "--num-speculative-tokens",
         metavar="N",
-        type=non_negative,
+        type=arguments.non_negative,
         help="draft length, which moves K (default: 0, or that of DeepSeek-V4.1's own draft layers)",
     )
-
-
-def keep_tokens_argument(text: str) -> KeepTokens:
-    return "min" if text == "min" else "exact" if text == "exact" else positive(text)
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of at least 1")
-    return int(text)
-
-
-def non_negative(text: str) -> int:
-    return 0 if text == "0" else positive(text)
 
 
 def run(args: argparse.Namespace) -> int:

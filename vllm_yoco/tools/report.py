@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_yoco import __version__
+from vllm_yoco.tools.arguments import output_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,7 +23,10 @@ class Number(str):
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--json", metavar="FILE", help="also write the results as JSON; - prints them instead of the tables"
+        "--json",
+        metavar="FILE",
+        type=output_file,
+        help="also write the results as JSON; - prints them instead of the tables",
     )
 
 

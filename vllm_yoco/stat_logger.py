@@ -29,7 +29,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 ROW_KINDS = ("scheduled", "consumer_computed", "consumer_dropped", "placeholder")
 SCALARS = {
-    "prompts_truncated": ("vllm_yoco:prompts_truncated", "Requests whose prefill dropped rows; n samples of a prompt are n."),
+    "prompts_truncated": ("vllm_yoco:prompts_truncated", "Requests with dropped rows; n samples are n requests."),
     "hits_shortened": ("vllm_yoco:prefix_hits_shortened", "Prefix cache hits shortened to L - K."),
     "hit_rows_lost": ("vllm_yoco:prefix_hit_rows_lost", "Cached rows computed again because of the cap."),
     "prompt_logprobs_dropped": ("vllm_yoco:prompt_logprobs_dropped", "Requests served without prompt logprobs."),

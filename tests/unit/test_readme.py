@@ -103,7 +103,14 @@ def test_commands_exist() -> None:
     assert {"demo", "test", "inspect", "cost", "init-model"} <= seen
 
 
-def test_command_lines_parse() -> None:
+def test_command_lines_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a checkout in which the lines before have been typed: files that do not exist are refused at once."""
+    for name in ("models", "examples"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "prompts.jsonl").touch()
+    (tmp_path / "DIR").mkdir()
+    (tmp_path / "DIR" / "config.json").touch()
+    monkeypatch.chdir(tmp_path)
     parser = build_parser(list(COMMANDS))
     for line in re.findall(r"^vllm-yoco (.+)$", README, re.MULTILINE):
         parser.parse_args(shlex.split(line))

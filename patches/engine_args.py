@@ -24,7 +24,7 @@ from vllm_yoco.config import flag_name, flag_of
 
 _typed: list[tuple[Any, set[str]]] = []
 """The ``additional_config`` of every parsed command line, by identity, and the settings given as flags. Not an
-attribute of the arguments: ``vllm bench latency`` makes new ones from ``vars()`` of them, and takes known names only."""
+attribute of the arguments: ``vllm bench latency`` makes new ones from ``vars()`` of them, known names only."""
 
 _KEYWORDS = tuple(f"yoco_{field}" for field in cli.SETTINGS)
 

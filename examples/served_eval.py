@@ -1,4 +1,4 @@
-"""Task accuracy of a served model, ``off`` against ``compact``: recall over the completions API, and lm-eval's tasks.
+"""Task accuracy of a served model, ``off`` against ``compact``: recall over the completions API, and through lm-eval.
 
     python examples/served_eval.py                        # both models, recall only
     python examples/served_eval.py --lm-eval --json docs/error_study/served.json
@@ -9,12 +9,11 @@ The second also runs lm-eval, which ``pip install 'lm-eval[api]'`` brings, and l
 For every model and mode it starts ``vllm serve`` on a free loopback port and asks ``RECALL_PROMPTS`` questions of
 each length through the OpenAI client, as token ids. They are the prompts of ``error_study.py``, which asks the dense
 model: the shares must agree with what it found. With ``--lm-eval``, lm-eval's ``local-completions`` interface asks the
-same server the two tasks in ``examples/lm_eval``, whose data lie there too:
+same server the task ``ced_recall`` in ``examples/lm_eval``, whose data lie there too: more such questions, answered by
+generating. Its tasks of log-likelihoods cannot be compared: they need prompt log-probabilities, which a truncated
+prefill does not have.
 
-    ced_recall   the same kind of question, answered by generating
-    ced_next     which of four passages of held-out text comes next, by log-likelihood (``echo`` with ``logprobs``)
-
-``--write-tasks`` makes these data anew. They come from ``pydoc_data.topics`` (PSF licence) of the Python that runs it.
+``--write-task`` makes these data anew. They come from ``pydoc_data.topics`` (PSF licence) of the Python that runs it.
 
 Exit code: 0 if every answer arrived; 1 if a server failed; 128 + n after signal n.
 """
@@ -49,8 +48,8 @@ MAX_MODEL_LEN = 1280
 BATCH = 20  # prompts in one request
 
 TASKS = Path(__file__).parent / "lm_eval"
-TASK_LENGTH, TASK_RECALL, TASK_NEXT = 1024, 64, 32
-CHOICES, CHOICE_BYTES = 4, 48
+TASK = "ced_recall"
+TASK_LENGTH, TASK_RECALL = 1024, 64
 
 ENV = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -58,8 +57,8 @@ ENV = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 # The data of the tasks
 
 
-def task_prompts(text: Bytes) -> dict[str, list[dict[str, Any]]]:
-    """Lines of the two .jsonl files. A prompt has ``TASK_LENGTH`` tokens with the ``<bos>`` that the server adds."""
+def task_prompts(text: Bytes) -> list[dict[str, Any]]:
+    """Lines of ced_recall.jsonl. A prompt has ``TASK_LENGTH`` tokens with the ``<bos>`` that the server adds."""
     rng = np.random.default_rng(0)
     recall: list[dict[str, Any]] = []
     while len(recall) < TASK_RECALL:
@@ -67,23 +66,12 @@ def task_prompts(text: Bytes) -> dict[str, list[dict[str, Any]]]:
         with contextlib.suppress(UnicodeDecodeError):  # the cut went through a character
             prompt = bytes(example.prompt[1:]).decode()
             recall.append({"prompt": prompt, "answer": bytes(example.answer).decode(), "gap": example.gap})
-    following: list[dict[str, Any]] = []
-    size = TASK_LENGTH - 1
-    while len(following) < TASK_NEXT:
-        first = rng.integers(0, len(text) - size - CHOICE_BYTES, CHOICES)
-        with contextlib.suppress(UnicodeDecodeError):
-            prompt = text[first[0] : first[0] + size].tobytes().decode()
-            choices = [text[i + size : i + size + CHOICE_BYTES].tobytes().decode() for i in first]
-            order = rng.permutation(CHOICES).tolist()
-            if len(set(choices)) == CHOICES:
-                following.append({"prompt": prompt, "choices": [choices[i] for i in order], "answer": order.index(0)})
-    return {"ced_recall": recall, "ced_next": following}
+    return recall
 
 
-def write_tasks(folder: Path) -> None:
-    for name, lines in task_prompts(load_text()[1]).items():
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+def write_task(file: Path) -> None:
+    lines = task_prompts(load_text()[1])
+    file.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
 
 
 # Asking
@@ -123,7 +111,7 @@ def ask_recall(server: Server, length: int, text: Bytes) -> str:
 
 
 def ask_lm_eval(server: Server, model: Path) -> dict[str, Any]:
-    """By task, lm-eval's metric, its standard error, and the verdict on every prompt."""
+    """lm-eval's metric, its standard error, and the verdict on every prompt."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 
@@ -137,36 +125,33 @@ def ask_lm_eval(server: Server, model: Path) -> dict[str, Any]:
         "max_length": MAX_MODEL_LEN,
         "num_concurrent": 4,
     }
-    with contextlib.chdir(TASKS):  # the task files name their data relative to themselves
+    with contextlib.chdir(TASKS):  # the task file names its data relative to itself
         found = lm_eval.simple_evaluate(
             model="local-completions",
             model_args=arguments,
-            tasks=["ced_recall", "ced_next"],
+            tasks=[TASK],
             task_manager=TaskManager(include_path=str(TASKS), include_defaults=False),
             log_samples=True,
         )
-    figures = {}
-    for task, metric in (("ced_recall", "exact_match"), ("ced_next", "acc")):
-        samples = sorted(found["samples"][task], key=lambda sample: sample["doc_id"])
-        figures[task] = {
-            metric: found["results"][task][f"{metric},none"],
-            "stderr": found["results"][task][f"{metric}_stderr,none"],
-            "verdicts": "".join(str(int(sample[metric])) for sample in samples),
-        }
-    return figures
+    samples = sorted(found["samples"][TASK], key=lambda sample: int(sample["doc_id"]))
+    return {
+        "exact_match": float(found["results"][TASK]["exact_match,none"]),
+        "stderr": float(found["results"][TASK]["exact_match_stderr,none"]),
+        "verdicts": "".join(str(int(sample["exact_match"])) for sample in samples),
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Recall and lm-eval tasks on a served model, off and compact.")
     parser.add_argument("--models", nargs="+", type=Path, default=MODELS, metavar="DIR", help="default: models/*")
     parser.add_argument("--keep-tokens", default="min", metavar="K", help="of compact (default: min)")
-    parser.add_argument("--lm-eval", action="store_true", help="also run lm-eval's tasks")
+    parser.add_argument("--lm-eval", action="store_true", help="also ask through lm-eval")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="keep the servers' logs here")
-    parser.add_argument("--write-tasks", action="store_true", help="only make the data of lm-eval's tasks anew")
+    parser.add_argument("--write-task", action="store_true", help="only make the data of lm-eval's task anew")
     options = parser.parse_args(arguments)
-    if options.write_tasks:
-        write_tasks(TASKS)
+    if options.write_task:
+        write_task(TASKS / f"{TASK}.jsonl")
         return 0
     if options.lm_eval and importlib.util.find_spec("lm_eval") is None:
         parser.error("--lm-eval needs lm-eval, which is not installed: run pip install 'lm-eval[api]', or leave it out")
@@ -185,8 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     with served(model, mode, flags, logs / f"{model.name}-{mode}.log") as server:
                         found: dict[str, Any] = {f"recall, L={n}": ask_recall(server, n, text) for n in LENGTHS}
                         if options.lm_eval:
-                            tasks = ask_lm_eval(server, model)
-                            found |= {f"lm-eval {task}": figures for task, figures in tasks.items()}
+                            found[f"lm-eval {TASK}"] = ask_lm_eval(server, model)
                     entry[mode] = found
                 results["models"][model.name] = entry
                 if options.json:

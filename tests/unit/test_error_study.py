@@ -167,3 +167,10 @@ def test_error_shrinks_with_k_and_is_gone_at_exact(entry: dict[str, Any], length
     assert kl[0] > 1e-2 and kl[-1] < 1e-10
     assert cell["recall"]["off"] == cell["recall"][str(keeps[-1])]
     assert min(cell["text"][str(keeps[-1])]["top1"]) == 1.0
+
+
+def test_served_answers_are_those_of_the_dense_model() -> None:
+    """The document says so."""
+    served, dense = (results["models"]["ced-byte-plain"] for results in (SERVED, RESULTS))
+    for mode, keep in (("off", "off"), ("compact", "129")):
+        assert served[mode]["recall, L=1024"] == dense["lengths"]["1024"]["recall"][keep]

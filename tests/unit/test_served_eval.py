@@ -1,4 +1,4 @@
-"""examples/served_eval.py against a stand-in for the server that looks answers up, and the data of lm-eval's tasks."""
+"""examples/served_eval.py against a stand-in for the server that looks answers up, and the data of lm-eval's task."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.test_train_ced import example
 example("error_study")
 served_eval = example("served_eval")
 _, TEXT = served_eval.load_text()
-TASKS = {path.stem: path for path in served_eval.TASKS.glob("*.jsonl")}
+TASK = served_eval.TASKS / served_eval.TASK
 WRONG_EVERY = 5
 
 
@@ -108,33 +108,23 @@ def test_missing_lm_eval_is_one_clear_error(
     assert "--lm-eval needs lm-eval, which is not installed: run pip install" in capsys.readouterr().err
 
 
-def test_task_files_name_their_data() -> None:
-    assert set(TASKS) == {"ced_recall", "ced_next"}
-    for name, data in TASKS.items():
-        task = yaml.safe_load((served_eval.TASKS / f"{name}.yaml").read_text(encoding="utf-8"))
-        assert (task["task"], task["dataset_kwargs"]["data_files"]) == (name, {"test": data.name})
+def lines() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in TASK.with_suffix(".jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def lines(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in TASKS[name].read_text(encoding="utf-8").splitlines()]
+def test_task_file_names_its_data() -> None:
+    task = yaml.safe_load(TASK.with_suffix(".yaml").read_text(encoding="utf-8"))
+    assert (task["task"], task["dataset_kwargs"]["data_files"]) == ("ced_recall", {"test": "ced_recall.jsonl"})
 
 
 def test_recall_task_has_its_record_once_and_far_from_the_question() -> None:
-    assert len(lines("ced_recall")) == served_eval.TASK_RECALL
-    for line in lines("ced_recall"):
+    assert len(lines()) == served_eval.TASK_RECALL
+    for line in lines():
         content = line["prompt"].encode()
         assert len(content) + 1 == served_eval.TASK_LENGTH
         assert content[-4:-3] == b"?" and content.count(b"@" + content[-3:]) == 1
         record = content.index(b"@" + content[-3:] + line["answer"].encode() + b";")
         assert len(content) - 4 - record == line["gap"] >= 264
-
-
-def test_choices_of_the_other_task_are_different_and_as_long() -> None:
-    answers = [line["answer"] for line in lines("ced_next")]
-    assert len(answers) == served_eval.TASK_NEXT and set(answers) == set(range(served_eval.CHOICES))
-    for line in lines("ced_next"):
-        assert len({choice for choice in line["choices"]}) == served_eval.CHOICES
-        assert {len(choice.encode()) for choice in line["choices"]} == {served_eval.CHOICE_BYTES}
 
 
 def test_data_are_made_anew_the_same_from_the_same_text() -> None:
@@ -143,5 +133,4 @@ def test_data_are_made_anew_the_same_from_the_same_text() -> None:
     recorded = json.loads((served_eval.TASKS.parents[1] / "docs/error_study/results.json").read_text())["settings"]
     if hashlib.sha256(TEXT.tobytes()).hexdigest() != recorded["held_out_sha256"]:
         pytest.skip("this Python's pydoc_data.topics is another text than that of the committed data")
-    made = served_eval.task_prompts(TEXT)
-    assert {name: made[name] for name in TASKS} == {name: lines(name) for name in TASKS}
+    assert served_eval.task_prompts(TEXT) == lines()

@@ -113,7 +113,7 @@ class YocoModel(nn.Module, EagleModelMixin):
         else:
             rows = step.rows
             with override_forward_context(step.forward_context):
-                kept, kept_aux = self._run_consumers(positions[rows], shared[rows], residual[rows], step)
+                kept, kept_aux = self._run_consumers(step.positions, shared[rows], residual[rows], step)
             # Nothing reads the dropped rows' outputs; zeros keep the layout that the runner samples from.
             out, *consumer_aux = (
                 values.new_zeros((shared.shape[0], values.shape[1])).index_copy_(0, rows, values)

@@ -221,7 +221,9 @@ def _decode_table(points: Sequence[Mapping[str, Any]]) -> str:
                     Number(f"{1 / s['speedup'] - 1:+.1%}"),
                 )
             )
-    headers = ("batch", "engine", "ITL best, ms", "ITL median", "TPOT median", "spread", "vs off, paired", "vs off, best")
+    headers = (
+        *("batch", "engine", "ITL best, ms", "ITL median", "TPOT median", "spread", "vs off, paired", "vs off, best"),
+    )
     return _render(headers, rows)
 
 

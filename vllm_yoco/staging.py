@@ -18,6 +18,7 @@ class StepBuffers:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.on_host = device.type == "cpu"
         self._buffers: dict[str, torch.Tensor] = {}
         self._last: dict[str, np.ndarray] = {}
         self.num_copies = 0

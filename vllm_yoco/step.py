@@ -139,17 +139,18 @@ class PreparedStep:
         request: Any = owner
         keep_start: Any = self.keep_start[owner]
         tensors: tuple[Any, ...] = (slots, positions, block_table)
-        if slots.device.type == "cpu":
+        if self._buffers.on_host:
             # The arithmetic below reads the same for both; on the host, NumPy's calls cost a third of torch's.
             tensors = tuple(tensor.numpy() for tensor in tensors)
         else:
             request = self._buffers.put("row_request", request, self._max_rows)
             keep_start = self._buffers.put("row_keep_start", keep_start, self._max_rows)
         slot, position, table = tensors
+        where: Any = np.where if self._buffers.on_host else torch.where
         no_cell = (position < keep_start) | (slot < 0)
         cell = position - keep_start % self._block_size
         # Rows below s_keep may have a cell of -1 or less; it picks a block that is overruled in the last line.
         slot[:] = table[request, cell // self._block_size]
         slot *= self._block_size
         slot += cell % self._block_size
-        slot[no_cell] = PAD_SLOT_ID
+        slot[:] = where(no_cell, PAD_SLOT_ID, slot)

@@ -16,6 +16,7 @@ Measurements (``--measure``)
     traffic    mixed lengths, over concurrency: throughput, ITL
     hits       the longest L, over the length of a prefix-cache hit
     memory     peak memory of the longest prefill, KV blocks of a request, prompts that one pool admits
+    steps      what the plugin takes to prepare a step, over requests and L
     alternative    vLLM's KV-sharing fast prefill on a Gemma 4 of equal shape, for models without consumer windows
 
 The ceiling of a point is the speed-up of ``off`` if its consumer layers took only the share of their time that the
@@ -28,7 +29,8 @@ JSON (``--json``, or report.json in ``--out``):
     points     [{measure, prompt_tokens [L], output_tokens, chunk_tokens (null: all), concurrency, hit_tokens,
                series {name: {runs [fields of vLLM's BenchmarkMetrics], spread, speedup, ...}}, noise,
                parts {engine: {part: seconds}}, ceilings {engine: {measured, flops, rows}}}]
-    memory     {engine: {peak: {...}, admission: {...}}}, null if not measured
+    memory     {prompt_tokens, engines {name: {peak {before, peak: bytes}, admission {chunk: {...}}}}} or null
+    steps      [{engine, requests, prompt_tokens, kind (prefill | decode), seconds}] or null
 
 Exit code: 0; 1 if an engine failed; 2 for wrong arguments.
 """
@@ -59,7 +61,7 @@ if TYPE_CHECKING:
 
 HELP = "measure TTFT, TPOT, throughput and memory with and without truncation, side by side"
 
-MEASURES = ("prefill", "chunks", "decode", "traffic", "hits", "memory", "alternative")
+MEASURES = ("prefill", "chunks", "decode", "traffic", "hits", "memory", "steps", "alternative")
 MODES = ("stock", "off", "mask", "compact")
 
 PROMPT_TOKENS = (512, 1024, 2048, 4096, 8192)
@@ -103,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measure", metavar="NAME,...", default="prefill,decode", help=", ".join(MEASURES))
     parser.add_argument("--modes", metavar="NAME,...", default="off,compact", help=f"of {', '.join(MODES)}")
     parser.add_argument("--keep-tokens", metavar="K,...", default="min", help="numbers, min, exact (default: min)")
-    parser.add_argument("--prompt-tokens", metavar="L,...", type=_numbers, default=PROMPT_TOKENS, help="lengths")
+    parser.add_argument("--prompt-tokens", metavar="L,...", type=_numbers, help="lengths (default: 512 to 8192)")
     parser.add_argument("--chunk-tokens", metavar="C,...", type=_numbers, help="chunks: sizes (default: L/1 to L/16)")
     parser.add_argument("--batches", metavar="N,...", type=_numbers, default=DECODE_BATCHES, help="decode: sizes")
     parser.add_argument("--concurrency", metavar="N,...", type=_numbers, default=CONCURRENCY, help="traffic: requests")
@@ -148,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
     """
     measures = _names("--measure", args.measure, MEASURES)
     modes = list(dict.fromkeys(["off", *_names("--modes", args.modes, MODES)]))
-    if args.repeats < 1 or args.output_tokens < 2 or args.step_tokens < 1 or min(args.prompt_tokens) < 1:
+    if args.repeats < 1 or args.output_tokens < 2 or args.step_tokens < 1 or min(args.prompt_tokens or [1]) < 1:
         raise ValueError("--repeats, --step-tokens and --prompt-tokens must be 1 or more, --output-tokens 2 or more.")
     if args.out is not None:
         if find_spec("matplotlib") is None:
@@ -156,8 +158,9 @@ def run(args: argparse.Namespace) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
     with open_model(args.model, args.seed) as (directory, config):
         room = config.max_position_embeddings - args.output_tokens
-        if max(args.prompt_tokens) > room:
-            raise ValueError(f"--prompt-tokens {max(args.prompt_tokens)}: the model has room for {room}.")
+        args.prompt_tokens = args.prompt_tokens or tuple(n for n in PROMPT_TOKENS if n <= room)
+        if max(args.prompt_tokens, default=room + 1) > room:
+            raise ValueError(f"--prompt-tokens {max(args.prompt_tokens, default='')}: the model has room for {room}.")
         truncations = resolve_keeps(args.keep_tokens, config.topology())
         if "alternative" in measures and config.topology().swa_layers:
             raise ValueError(
@@ -194,11 +197,12 @@ def _measure(
         "engines": {},
         "points": [],
         "memory": None,
+        "steps": None,
     }
     groups = {
         ("prefill", "chunks", "decode", "traffic"): plain,
         ("hits",): {name: replace(spec, prefix_caching=True) for name, spec in plain.items() if name != "stock"},
-        ("memory",): {name: spec for name, spec in plain.items() if name != "stock"},
+        ("memory", "steps"): {name: spec for name, spec in plain.items() if name != "stock"},
     }
     for group, engines in groups.items():
         wanted = [measure for measure in group if measure in measures]
@@ -214,6 +218,8 @@ def _measure(
             ]
             if "memory" in wanted:
                 results["memory"] = _memory(bench, args, config)
+            if "steps" in wanted:
+                results["steps"] = _steps(bench, args)
     if "alternative" in measures:
         from vllm_yoco.tools import bench_gemma
 
@@ -398,3 +404,19 @@ def _memory(bench: Bench, args: argparse.Namespace, config: YocoModelConfig) -> 
         }
     return {"prompt_tokens": longest, "engines": found}
 
+
+def _steps(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
+    return [
+        {
+            "engine": name,
+            "requests": requests,
+            "prompt_tokens": length,
+            "kind": kind,
+            "seconds": bench.call(name, bench_engine.step_preparation, requests, length, kind == "decode"),
+        }
+        for name, spec in bench.engines.items()
+        if spec.truncation in ("mask", "compact")
+        for kind in ("prefill", "decode")
+        for requests in sorted({1, max(args.concurrency)})
+        for length in sorted(set(args.prompt_tokens))
+    ]

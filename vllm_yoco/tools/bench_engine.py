@@ -362,6 +362,59 @@ def admission(
     }
 
 
+# -- preparation of a step -----------------------------------------------------------------------------------------
+
+
+def step_preparation(
+    engines: Engines, spec: BenchEngine, num_reqs: int, prompt_tokens: int, decode: bool, repeats: int = 60
+) -> float:
+    """Median seconds that the plugin takes to prepare one step of ``num_reqs`` requests; no forward runs.
+
+    The engine's own builder is given a made-up step: every request in its whole prompt, or (``decode``) one row past
+    it. Building the metadata of the sub-batch is included, that of the full batch, which is vLLM's, is not.
+    """
+    import torch
+
+    from vllm_yoco.step import StepInputs
+
+    runner = get(engines, spec).collective_rpc(_runner)[0]
+    builder = getattr(runner, "_yoco_sub_batch", None) or runner.model_state._builder
+    groups = runner.kv_cache_config.kv_cache_groups
+    lengths = np.full(num_reqs, 1 if decode else prompt_tokens)
+    start = np.full(num_reqs, prompt_tokens if decode else 0, dtype=np.int64)
+    total, device = int(lengths.sum()), runner.device
+    ends = torch.from_numpy((start + lengths).astype(np.int32))
+    columns = [-(-(prompt_tokens + 1) // group.kv_cache_spec.block_size) for group in groups]
+    blocks = runner.kv_cache_config.num_blocks - 1
+    tables = [
+        (1 + torch.arange(num_reqs * n, dtype=torch.int32) % blocks).view(num_reqs, n).to(device) for n in columns
+    ]
+    step = StepInputs(
+        num_prompt_tokens=np.full(num_reqs, prompt_tokens, dtype=np.int64),
+        start=start,
+        query_start_loc=np.arange(num_reqs + 1) * lengths[0],
+        keep_all=np.zeros(num_reqs, dtype=bool),
+        seq_lens=ends.to(device),
+        seq_lens_cpu=ends,
+        positions=torch.from_numpy(np.concatenate([s + np.arange(n) for s, n in zip(start, lengths, strict=True)])).to(
+            device
+        ),
+        block_tables=tables,
+        slot_mappings=[torch.zeros(total, dtype=torch.int64, device=device) for _ in groups],
+        is_prefilling=torch.full((num_reqs,), not decode),
+        max_seq_len=int(ends.max()),
+    )
+    seconds = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        prepared = builder.prepare(step)
+        with builder.viewing(prepared):
+            pass
+        builder.build(prepared)
+        seconds.append(time.perf_counter() - begin)
+    return float(np.median(seconds))
+
+
 # -- start -----------------------------------------------------------------------------------------------
 
 

@@ -138,6 +138,8 @@ def sections(results: Mapping[str, Any]) -> list[tuple[str, str]]:
                 found.append((f"{title}: time by part", _parts_table(timed)))
     if results["memory"]:
         found.append(("Memory", _memory_table(results["memory"])))
+    if results["steps"]:
+        found.append(("Preparation of a step", _steps_table(results["steps"])))
     return found
 
 
@@ -303,6 +305,13 @@ def _memory_table(memory: Mapping[str, Any]) -> str:
         f"Prompts of {length:,} tokens that one KV pool serves at once; blocks that one of them holds",
     )
     return f"{first}\n\n{second}"
+
+
+def _steps_table(steps: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        (s["engine"], s["kind"], s["requests"], s["prompt_tokens"], Number(f"{s['seconds'] * 1e3:.3f}")) for s in steps
+    ]
+    return table(("engine", "step", "requests", "L", "median, ms"), rows)
 
 
 def _mb(size: int) -> Number:

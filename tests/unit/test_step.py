@@ -96,4 +96,3 @@ class TestStepBuffers:
     def test_too_many_values(self):
         with pytest.raises(ValueError, match="shift: 5 values, but a step has at most 4"):
             StepBuffers(torch.device("cpu")).put("shift", np.zeros(5), 4)
-

@@ -25,7 +25,8 @@ measured by part. Nothing but consumer layers is expected to become faster.
 
 JSON (``--json``, or report.json in ``--out``):
 
-    command, version, model, engines {name: {truncation, keep_tokens, runner, dtype, device, backends}}, machine, notes
+    command, version, model, machine, clock
+    engines    {name: {truncation, keep_tokens, runner, dtype, device, backends}}
     points     [{measure, prompt_tokens [L], output_tokens, chunk_tokens (null: all), concurrency, hit_tokens,
                series {name: {runs [fields of vLLM's BenchmarkMetrics], spread, speedup, ...}}, noise,
                parts {engine: {part: seconds}}, ceilings {engine: {measured, flops, rows}}}]
@@ -113,6 +114,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hit-tokens", metavar="H,...", type=_numbers, help="hits: lengths (default: 0 to 3/4 L)")
     parser.add_argument("--output-tokens", metavar="N", type=int, default=64, help="decode, traffic (default: 64)")
     parser.add_argument("--repeats", metavar="N", type=int, default=3, help="rounds (default: 3)")
+    parser.add_argument(
+        "--clock", choices=list(bench_engine.CLOCKS), default="wall", help="cpu: time computed, for shared machines"
+    )
     parser.add_argument("--runner", choices=RUNNERS, default="auto", help="vLLM's model runner")
     parser.add_argument("--dtype", help="auto or a dtype (default: float32 on a CPU, auto on a GPU)")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of random prompts and weights (default: 0)")
@@ -194,6 +198,7 @@ def _measure(
     results: dict[str, Any] = {
         "model": args.model,
         "machine": bench_report.machine(),
+        "clock": args.clock,
         "engines": {},
         "points": [],
         "memory": None,
@@ -204,18 +209,16 @@ def _measure(
         ("hits",): {name: replace(spec, prefix_caching=True) for name, spec in plain.items() if name != "stock"},
         ("memory", "steps"): {name: spec for name, spec in plain.items() if name != "stock"},
     }
-    for group, engines in groups.items():
-        wanted = [measure for measure in group if measure in measures]
-        if not wanted:
-            continue
-        with _bench(args.runner, engines) as bench:
+    wanted_groups = {
+        tuple(measure for measure in group if measure in measures): engines for group, engines in groups.items()
+    }
+    with _hosts(args.runner, plain) as hosts:
+        for wanted, engines in wanted_groups.items():
+            if not wanted:
+                continue
+            bench = Bench(engines, hosts)
             points = [point for measure in wanted for point in points_of(args, measure, config)]
-            longest = max([p.workload.longest for p in points], default=max(args.prompt_tokens))
-            bench.start(min(longest, max(args.prompt_tokens) + 1))
-            results["engines"] |= _describe(bench)
-            results["points"] += [
-                _point(bench, point, args.repeats, cost) for point in progress(points, "measuring")
-            ]
+            _serve_points(bench, points, args, cost, results)
             if "memory" in wanted:
                 results["memory"] = _memory(bench, args, config)
             if "steps" in wanted:
@@ -223,16 +226,22 @@ def _measure(
     if "alternative" in measures:
         from vllm_yoco.tools import bench_gemma
 
-        with bench_gemma.model_of_shape(config) as other, _bench(
-            args.runner, plain | bench_gemma.engines(plain["off"], other)
-        ) as bench:
-            points = points_of(args, "alternative", config)
-            bench.start(max(args.prompt_tokens) + 1)
-            results["engines"] |= _describe(bench)
-            results["points"] += [
-                _point(bench, point, args.repeats, cost) for point in progress(points, "measuring")
-            ]
+        with ExitStack() as stack:
+            other = stack.enter_context(bench_gemma.model_of_shape(config))
+            engines = plain | bench_gemma.engines(plain[REFERENCE], other)
+            bench = Bench(engines, stack.enter_context(_hosts(args.runner, engines)))
+            _serve_points(bench, points_of(args, "alternative", config), args, cost, results)
     return results
+
+
+def _serve_points(
+    bench: Bench, points: Sequence[Point], args: argparse.Namespace, cost: Any, results: dict[str, Any]
+) -> None:
+    """Start the engines, serve the points, add what comes of it to ``results``."""
+    longest = max(args.prompt_tokens)
+    bench.start(min(longest + 1, max([p.workload.longest for p in points], default=longest)))
+    results["engines"] |= _describe(bench)
+    results["points"] += [_point(bench, point, args.repeats, cost) for point in progress(points, "measuring")]
 
 
 def _describe(bench: Bench) -> dict[str, Any]:
@@ -297,21 +306,27 @@ def points_of(args: argparse.Namespace, measure: str, config: YocoModelConfig) -
     longest, seed = max(args.prompt_tokens), args.seed
     lengths = sorted(set(args.prompt_tokens))
     if measure in ("prefill", "alternative"):
-        return [Point(measure, Workload((length,), 1, 1, seed=seed)) for length in lengths]
+        return [Point(measure, Workload((length,), 1, 1, seed=seed, clock=args.clock)) for length in lengths]
     if measure == "chunks":
         sizes = args.chunk_tokens or [-(-longest // count) for count in NUM_CHUNKS]
-        return [Point(measure, Workload((longest,), 1, 1, size, seed=seed)) for size in sizes]
+        return [Point(measure, Workload((longest,), 1, 1, size, seed=seed, clock=args.clock)) for size in sizes]
     if measure == "decode":
         prompt = min(DECODE_PROMPT_TOKENS, config.max_position_embeddings - args.output_tokens)
-        return [Point(measure, Workload((prompt,) * n, args.output_tokens, n, seed=seed)) for n in args.batches]
+        return [
+            Point(measure, Workload((prompt,) * n, args.output_tokens, n, seed=seed, clock=args.clock))
+            for n in args.batches
+        ]
     if measure == "traffic":
         return [
-            Point(measure, Workload(_mixed(longest, n), args.output_tokens, n, args.step_tokens, seed=seed))
+            Point(
+                measure,
+                Workload(_mixed(longest, n), args.output_tokens, n, args.step_tokens, seed=seed, clock=args.clock),
+            )
             for n in args.concurrency
         ]
     if measure == "hits":
         hits = args.hit_tokens or [int(longest * share) for share in HIT_SHARES]
-        return [Point(measure, Workload((longest,), 1, 1, hit_tokens=hit, seed=seed)) for hit in hits]
+        return [Point(measure, Workload((longest,), 1, 1, hit_tokens=hit, seed=seed, clock=args.clock)) for hit in hits]
     return []
 
 
@@ -320,20 +335,20 @@ def _mixed(longest: int, count: int) -> tuple[int, ...]:
 
 
 @contextmanager
-def _bench(runner: str, engines: dict[str, BenchEngine]) -> Iterator[Bench]:
+def _hosts(runner: str, engines: dict[str, BenchEngine]) -> Iterator[dict[str, EngineHost]]:
     """A process for each engine; none has started yet."""
     with ExitStack() as stack:
         hosts = {}
         for name, spec in engines.items():
-            stock = spec.truncation is None
+            bare = spec.truncation is None
             hosts[name] = stack.enter_context(
                 EngineHost(
                     runner,
-                    environment={"VLLM_PLUGINS": ""} if stock else {},
-                    initializer=register_model_class_only if stock else None,
+                    environment={"VLLM_PLUGINS": ""} if bare else {},
+                    initializer=register_model_class_only if bare else None,
                 )
             )
-        yield Bench(engines, hosts)
+        yield hosts
 
 
 def register_model_class_only() -> None:
@@ -358,9 +373,7 @@ def _point(bench: Bench, point: Point, repeats: int, cost: Any) -> dict[str, Any
             if workload.hit_tokens or point.measure == "hits":
                 # Other tokens each time: what an earlier round left in the cache must not be hit.
                 workload = replace(workload, seed=1000 * (1 + workload.seed) + len(runs[name]) + 500 * (name == AGAIN))
-            runs[name].append(
-                bench.call(REFERENCE if name == AGAIN else name, bench_engine.serve, workload)
-            )
+            runs[name].append(bench.call(REFERENCE if name == AGAIN else name, bench_engine.serve, workload))
     timed = {}
     if point.measure != "hits":
         timed = {
@@ -372,7 +385,7 @@ def _point(bench: Bench, point: Point, repeats: int, cost: Any) -> dict[str, Any
     return bench_report.point(
         {
             "measure": point.measure,
-            **{key: value for key, value in asdict(workload).items() if key != "seed"},
+            **{key: value for key, value in asdict(workload).items() if key not in ("seed", "clock")},
         },
         runs,
         timed,
@@ -397,9 +410,7 @@ def _memory(bench: Bench, args: argparse.Namespace, config: YocoModelConfig) -> 
             max_num_seqs=ADMISSION_REQUESTS,
         )
         found[name]["admission"] = {
-            str(chunk): bench.call(
-                name, bench_engine.admission, longest, chunk, ADMISSION_REQUESTS, spec=small
-            )
+            str(chunk): bench.call(name, bench_engine.admission, longest, chunk, ADMISSION_REQUESTS, spec=small)
             for chunk in (longest, args.step_tokens)
         }
     return {"prompt_tokens": longest, "engines": found}
@@ -412,7 +423,7 @@ def _steps(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
             "requests": requests,
             "prompt_tokens": length,
             "kind": kind,
-            "seconds": bench.call(name, bench_engine.step_preparation, requests, length, kind == "decode"),
+            "seconds": bench.call(name, bench_engine.step_preparation, requests, length, kind == "decode", args.clock),
         }
         for name, spec in bench.engines.items()
         if spec.truncation in ("mask", "compact")

@@ -19,6 +19,9 @@ import numpy as np
 from vllm_yoco.tools.engine_process import Engines
 
 PERCENTILES = (50.0, 99.0)
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+"""``cpu``: time that the engine's process has computed. With one thread on an idle machine it equals ``wall``; where
+other work shares the cores it leaves out the waiting."""
 STATUS = Path("/proc/self/status")
 CLEAR_PEAK = Path("/proc/self/clear_refs")
 
@@ -58,6 +61,7 @@ class Workload:
         output_tokens: of each request; nothing ends one earlier.
         chunk_tokens: rows a step may take; None takes a prompt in one step.
         hit_tokens: leading tokens that an earlier request left in the prefix cache.
+        clock: one of ``CLOCKS``.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -66,6 +70,7 @@ class Workload:
     chunk_tokens: int | None = None
     hit_tokens: int = 0
     seed: int = 0
+    clock: str = "wall"
 
     @property
     def longest(self) -> int:
@@ -118,22 +123,21 @@ def serve(engines: Engines, spec: BenchEngine, workload: Workload) -> dict[str, 
     prompts = _prompts(workload, llm.model_config.get_vocab_size())
     if workload.hit_tokens:
         prefix = prompts[0][: workload.hit_tokens]
-        _drive(engine, [prefix], 1, 1)
+        _drive(engine, [prefix], 1, 1, time.perf_counter)
     gc.collect()
-    return _metrics(workload, *_drive(engine, prompts, workload.output_tokens, workload.concurrency))
+    clock = CLOCKS[workload.clock]
+    return _metrics(workload, *_drive(engine, prompts, workload.output_tokens, workload.concurrency, clock))
 
 
 def _prompts(workload: Workload, vocab_size: int) -> list[list[int]]:
     """Random tokens, equal for equal seeds; all share their first ``hit_tokens``."""
     stream = np.random.default_rng(workload.seed)
     prefix = stream.integers(0, vocab_size, workload.hit_tokens).tolist()
-    return [
-        prefix + stream.integers(0, vocab_size, length - len(prefix)).tolist() for length in workload.prompt_tokens
-    ]
+    return [prefix + stream.integers(0, vocab_size, length - len(prefix)).tolist() for length in workload.prompt_tokens]
 
 
 def _drive(
-    engine: Any, prompts: Sequence[list[int]], output_tokens: int, concurrency: int
+    engine: Any, prompts: Sequence[list[int]], output_tokens: int, concurrency: int, clock: Callable[[], float]
 ) -> tuple[list[Any], float, int]:
     """Serve the prompts in order, ``concurrency`` at a time; per-request outcomes, seconds, steps."""
     from vllm import SamplingParams
@@ -146,19 +150,19 @@ def _drive(
     arrivals: dict[str, float] = {}
     last: dict[str, float] = {}
     in_flight = num_steps = 0
-    begin = time.perf_counter()
+    begin = clock()
     while waiting or in_flight:
         while waiting and in_flight < concurrency:
             index, prompt = waiting.pop()
             name = f"{begin}-{index}"
-            arrivals[name] = time.perf_counter()
+            arrivals[name] = clock()
             engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), params)
             # vLLM appends a suffix of its own to the names it works with, not to those it reports.
             outcomes[name] = RequestFuncOutput(prompt_len=len(prompt), start_time=arrivals[name])
             in_flight += 1
         answers = engine.step()
         num_steps += 1
-        now = time.perf_counter()
+        now = clock()
         for answer in answers:
             outcome, tokens = outcomes[answer.request_id], len(answer.outputs[0].token_ids)
             if tokens > outcome.output_tokens:
@@ -170,7 +174,7 @@ def _drive(
             if answer.finished:
                 outcome.success, outcome.latency = True, now - arrivals[answer.request_id]
                 in_flight -= 1
-    return list(outcomes.values()), time.perf_counter() - begin, num_steps
+    return list(outcomes.values()), clock() - begin, num_steps
 
 
 def _metrics(workload: Workload, outcomes: list[Any], seconds: float, num_steps: int) -> dict[str, Any]:
@@ -195,7 +199,8 @@ PARTS = ("producers", "global_kv", "consumers", "logits", "sampling")
 class PartTimer:
     """Seconds spent in parts of a step, by wrapping methods on instances while a ``with`` block runs."""
 
-    def __init__(self, synchronize: Callable[[], None]) -> None:
+    def __init__(self, synchronize: Callable[[], None], clock: Callable[[], float]) -> None:
+        self._clock = clock
         self.seconds: dict[str, float] = {}
         self._synchronize = synchronize
         self._undo: list[Callable[[], None]] = []
@@ -205,12 +210,12 @@ class PartTimer:
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             self._synchronize()
-            start = time.perf_counter()
+            start = self._clock()
             try:
                 return original(*args, **kwargs)
             finally:
                 self._synchronize()
-                self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
+                self.seconds[part] = self.seconds.get(part, 0.0) + self._clock() - start
 
         setattr(owner, method, timed)
         self._undo.append(partial(delattr, owner, method))
@@ -233,7 +238,7 @@ def parts(engines: Engines, spec: BenchEngine, workload: Workload) -> dict[str, 
     """
     runner = get(engines, spec).collective_rpc(_runner)[0]
     model = runner.model
-    with PartTimer(_synchronize(runner)) as timer:
+    with PartTimer(_synchronize(runner), CLOCKS[workload.clock]) as timer:
         inner = model.model
         if hasattr(inner, "cross_decoder"):  # Gemma 4, see bench_gemma; its upper layers project no KV
             timer.wrap(inner.self_decoder, "forward", "producers")
@@ -366,7 +371,7 @@ def admission(
 
 
 def step_preparation(
-    engines: Engines, spec: BenchEngine, num_reqs: int, prompt_tokens: int, decode: bool, repeats: int = 60
+    engines: Engines, spec: BenchEngine, num_reqs: int, prompt_tokens: int, decode: bool, clock: str, repeats: int = 60
 ) -> float:
     """Median seconds that the plugin takes to prepare one step of ``num_reqs`` requests; no forward runs.
 
@@ -406,12 +411,12 @@ def step_preparation(
     )
     seconds = []
     for _ in range(repeats):
-        begin = time.perf_counter()
+        begin = CLOCKS[clock]()
         prepared = builder.prepare(step)
         with builder.viewing(prepared):
             pass
         builder.build(prepared)
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(CLOCKS[clock]() - begin)
     return float(np.median(seconds))
 
 
@@ -430,4 +435,3 @@ def warm_up(engines: Engines, spec: BenchEngine, longest: int) -> dict[str, Any]
         "dtype": str(runner.vllm_config.model_config.dtype).removeprefix("torch."),
         "device": str(runner.device.type),
     }
-

@@ -149,7 +149,8 @@ def _heading(results: Mapping[str, Any]) -> str:
     facts = next(iter(engines.values()))
     return (
         f"{results['model']} on a {device}; {facts['dtype']}, model runner {facts['runner']},"
-        f" {', '.join(facts['backends'])}; torch {m['torch']}"
+        f" {', '.join(facts['backends'])}; torch {m['torch']};"
+        f" times are {'CPU time of the engine' if results['clock'] == 'cpu' else 'wall-clock time'}"
     )
 
 

@@ -121,6 +121,44 @@ def test_activations_follow_the_kept_rows(engine, model_dir):
     assert largest("compact", 300) == largest("compact", 900) < largest("off", 300) < largest("off", 900)
 
 
+def count_boundary_calls(engines: Engines, config: EngineConfig, requests: list[Request]) -> dict[str, int]:
+    """Job: serve; calls of what runs at the boundary, beside the number of forwards."""
+    model = engines.get(config).apply_model(lambda model: model)[0]
+    inner = model.model
+    owners = {
+        "forwards": model,
+        "projections": inner.global_kv_proj,
+        "boundary norms": inner.consumers[0].input_layernorm,
+        "rotations": inner.rotary_emb,
+    }
+    calls = dict.fromkeys(owners, 0)
+    for name, owner in owners.items():
+
+        def counted(*args: Any, name: str = name, forward: Any = owner.forward, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return forward(*args, **kwargs)
+
+        owner.forward = counted
+    try:
+        generate(engines, config, requests)
+    finally:
+        for owner in owners.values():
+            del owner.forward
+    return calls | {"layers": len(inner.layers), "with SWA": len(inner.topology.swa_layers)}
+
+
+@pytest.mark.parametrize("model", ["ced-tiny", "kv-shared"])
+@pytest.mark.parametrize("truncation", ["off", "compact"])
+def test_boundary_runs_once_for_all_sources(engine, model_dir, model, truncation):
+    config = EngineConfig(model_dir(model), truncation, ODD_KEEP, chunk_tokens=77)
+    calls = engine.call(count_boundary_calls, config, [Request(random_prompt(n, seed=n), 4) for n in (300, 90)])
+    forwards = calls["forwards"]
+    assert forwards > 4
+    assert calls["projections"] == calls["boundary norms"] == forwards
+    # One for the queries of each layer, one more for those of each window, and one for the keys of all sources.
+    assert calls["rotations"] == forwards * (calls["layers"] + calls["with SWA"] + 1)
+
+
 def prepare_on_device(engines: Engines, config: EngineConfig, requests: list[Request]) -> list[str]:
     """Job: serve while preparation takes its path for devices; the operations that it ran."""
     from torch.utils._python_dispatch import TorchDispatchMode

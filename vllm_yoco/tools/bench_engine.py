@@ -320,8 +320,9 @@ def admission(
     scheduler = engine.engine_core.engine_core.scheduler
     scheduler.max_num_scheduled_tokens = chunk_tokens
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
-    vocabulary = spec.max_model_len
-    params = SamplingParams(temperature=0, max_tokens=vocabulary, ignore_eos=True, detokenize=False)
+    # More than the steps until the pool is full.
+    room = spec.max_model_len - prompt_tokens
+    params = SamplingParams(temperature=0, max_tokens=room, ignore_eos=True, detokenize=False)
     stream = np.random.default_rng(0)
     names = [f"admission-{chunk_tokens}-{n}" for n in range(num_requests)]
     for name in names:
@@ -410,13 +411,14 @@ def step_preparation(
         max_seq_len=int(ends.max()),
     )
     seconds = []
-    for _ in range(repeats):
-        begin = CLOCKS[clock]()
-        prepared = builder.prepare(step)
-        with builder.viewing(prepared):
-            pass
-        builder.build(prepared)
-        seconds.append(CLOCKS[clock]() - begin)
+    with torch.inference_mode():  # as the runner does
+        for _ in range(repeats):
+            begin = CLOCKS[clock]()
+            prepared = builder.prepare(step)
+            with builder.viewing(prepared):
+                pass
+            builder.build(prepared)
+            seconds.append(CLOCKS[clock]() - begin)
     return float(np.median(seconds))
 
 

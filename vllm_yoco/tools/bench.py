@@ -68,7 +68,7 @@ MODES = ("stock", "off", "mask", "compact")
 PROMPT_TOKENS = (512, 1024, 2048, 4096, 8192)
 NUM_CHUNKS = (1, 2, 4, 8, 16)
 DECODE_BATCHES = (1, 8)
-DECODE_PROMPT_TOKENS = 512
+DECODE_PROMPT_TOKENS = 256
 CONCURRENCY = (8, 32)
 MIXED_SHARES = (1 / 8, 1 / 2, 1 / 4, 1, 1 / 16, 3 / 4, 3 / 8, 3 / 16)
 """Lengths of concurrent requests, as shares of the longest; short and long ones alternate."""

@@ -228,7 +228,7 @@ def held_blocks(engines: Engines, config: EngineConfig, requests: list[Request])
     return most
 
 
-@pytest.mark.parametrize("chunk_tokens", [96, 1024])
+@pytest.mark.parametrize("chunk_tokens", [320, 1024])
 def test_dropped_rows_hold_no_window_blocks(engine, model_dir, chunk_tokens):
     model, request = model_dir("ced-tiny"), [Request(random_prompt(900, seed=900), 3)]
     off, compact = (
@@ -251,7 +251,7 @@ def test_small_pool_admits_more(engine, model_dir):
     requests = [Request(random_prompt(512, seed=n), 2) for n in (1, 2)]
     steps = {}
     for mode in ("off", "compact"):
-        config = EngineConfig(model_dir("ced-tiny"), mode, ODD_KEEP, 1024, num_blocks=42, max_model_len=520)
+        config = EngineConfig(model_dir("ced-tiny"), mode, ODD_KEEP, 1024, num_blocks=46, max_model_len=520)
         steps[mode] = len(engine.call(record, config, requests))
     assert steps["compact"] < steps["off"]
 

@@ -138,6 +138,7 @@ class PreparedStep:
         """Rewrite the slots [T] of rows that belong to request ``owner`` [T]."""
         request: Any = owner
         keep_start: Any = self.keep_start[owner]
+        rebase: Any = (self.keep_start % self._block_size)[owner]
         tensors: tuple[Any, ...] = (slots, positions, block_table)
         if self._buffers.on_host:
             # The arithmetic below reads the same for both; on the host, NumPy's calls cost a third of torch's.
@@ -145,12 +146,15 @@ class PreparedStep:
         else:
             request = self._buffers.put("row_request", request, self._max_rows)
             keep_start = self._buffers.put("row_keep_start", keep_start, self._max_rows)
+            rebase = self._buffers.put("row_rebase", rebase, self._max_rows)
         slot, position, table = tensors
         where: Any = np.where if self._buffers.on_host else torch.where
         no_cell = (position < keep_start) | (slot < 0)
-        cell = position - keep_start % self._block_size
+        cell = position - rebase
+        block = cell // self._block_size
         # Rows below s_keep may have a cell of -1 or less; it picks a block that is overruled in the last line.
-        slot[:] = table[request, cell // self._block_size]
+        slot[:] = table[request, block]
+        slot -= block
         slot *= self._block_size
-        slot += cell % self._block_size
+        slot += cell  # the block's first slot, and the offset in it
         slot[:] = where(no_cell, PAD_SLOT_ID, slot)

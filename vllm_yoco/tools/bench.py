@@ -31,7 +31,7 @@ JSON (``--json``, or report.json in ``--out``):
                series {name: {runs [fields of vLLM's BenchmarkMetrics], spread, speedup, ...}}, noise,
                parts {engine: {part: seconds}}, ceilings {engine: {measured, flops, rows}}}]
     memory     {prompt_tokens, engines {name: {peak {before, peak: bytes}, admission {chunk: {...}}}}} or null
-    steps      [{engine, requests, prompt_tokens, kind (prefill | decode), seconds}] or null
+    steps      [{engine, requests, prompt_tokens, kind (prefill | decode), plugin, builders: seconds}] or null
 
 Exit code: 0; 1 if an engine failed; 2 for wrong arguments.
 """
@@ -402,11 +402,14 @@ def _memory(bench: Bench, args: argparse.Namespace, config: YocoModelConfig) -> 
         found[name] = {"peak": bench.call(name, bench_engine.peak_memory, prefill)}
         topology = config.topology()
         layers = topology.boundary + len(topology.kv_source_layers)
-        token_bytes = layers * 2 * config.num_key_value_heads * config.head_dim * (4 if spec.dtype == "float32" else 2)
+        layer_bytes = 2 * config.num_key_value_heads * config.head_dim * (4 if spec.dtype == "float32" else 2)
+        # What they hold once they decode: all their rows, and windows that begin and end inside a block.
+        window = topology.consumer_window + 3 * spec.block_size
+        prompt_bytes = layer_bytes * (layers * (longest + spec.block_size) + len(topology.swa_layers) * window)
         small = replace(
             spec,
             name=f"{name}, small pool",
-            kv_cache_bytes=ADMISSION_PROMPTS * longest * token_bytes,
+            kv_cache_bytes=ADMISSION_PROMPTS * prompt_bytes,
             max_num_seqs=ADMISSION_REQUESTS,
         )
         found[name]["admission"] = {
@@ -423,7 +426,7 @@ def _steps(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
             "requests": requests,
             "prompt_tokens": length,
             "kind": kind,
-            "seconds": bench.call(name, bench_engine.step_preparation, requests, length, kind == "decode", args.clock),
+            **bench.call(name, bench_engine.step_preparation, requests, length, kind == "decode", args.clock),
         }
         for name, spec in bench.engines.items()
         if spec.truncation in ("mask", "compact")

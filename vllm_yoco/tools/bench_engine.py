@@ -373,11 +373,12 @@ def admission(
 
 def step_preparation(
     engines: Engines, spec: BenchEngine, num_reqs: int, prompt_tokens: int, decode: bool, clock: str, repeats: int = 60
-) -> float:
-    """Median seconds that the plugin takes to prepare one step of ``num_reqs`` requests; no forward runs.
+) -> dict[str, float]:
+    """Median seconds that preparing one step of ``num_reqs`` requests takes; no forward runs.
 
     The engine's own builder is given a made-up step: every request in its whole prompt, or (``decode``) one row past
-    it. Building the metadata of the sub-batch is included, that of the full batch, which is vLLM's, is not.
+    it. ``builders`` is the part that vLLM's metadata builders take for the sub-batch, ``plugin`` the rest; metadata of
+    the full batch is not in it.
     """
     import torch
 
@@ -410,16 +411,21 @@ def step_preparation(
         is_prefilling=torch.full((num_reqs,), not decode),
         max_seq_len=int(ends.max()),
     )
-    seconds = []
+    found: dict[str, list[float]] = {"plugin": [], "builders": []}
     with torch.inference_mode():  # as the runner does
         for _ in range(repeats):
-            begin = CLOCKS[clock]()
-            prepared = builder.prepare(step)
-            with builder.viewing(prepared):
-                pass
-            builder.build(prepared)
-            seconds.append(CLOCKS[clock]() - begin)
-    return float(np.median(seconds))
+            with PartTimer(lambda: None, CLOCKS[clock]) as timer:
+                for group in builder._own_groups:
+                    timer.wrap(group, "build_metadata", "builders")
+                begin = CLOCKS[clock]()
+                prepared = builder.prepare(step)
+                with builder.viewing(prepared):
+                    pass
+                builder.build(prepared)
+                total = CLOCKS[clock]() - begin
+            found["builders"].append(timer.seconds.get("builders", 0.0))
+            found["plugin"].append(total - found["builders"][-1])
+    return {name: float(np.median(seconds)) for name, seconds in found.items()}
 
 
 # -- start -----------------------------------------------------------------------------------------------

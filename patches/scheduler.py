@@ -1,12 +1,14 @@
-"""Cap prefix-cache hits and KV connector hits at L - K, and count what truncation does.
+"""Cap prefix-cache hits and KV connector hits at L - K, hold no blocks for dropped rows, count what truncation does.
 
 Target: ``vllm.v1.core.sched.scheduler.Scheduler.__init__`` (after it; wraps ``schedule``, the KV cache manager's
-    look-up and the KV connector's, each on the instance).
+    look-up and the KV connector's, and the allocation of consumer SWA groups, each on the instance).
 Reason: the last K prompt rows must be recomputed to rebuild consumer SWA; vLLM has no per-model limit on the length of
-    a prefix hit. Counting has no hook in the engine core. Nothing is touched unless a mode is on for the model served.
+    a prefix hit. A manager of KV blocks is not told a request's prompt length, which decides the blocks that consumer
+    SWA needs. Counting has no hook in the engine core. Nothing is touched unless a mode is on for the model served.
 Tested with: vLLM 0.32.0.
 Retired by: a ``max_cache_hit_length`` (or ``prefix_replay_tokens`` for any spec, today DeepSeek-V4.1 only) that a KV
-    cache spec can set; scheduler statistics that a plugin can add to.
+    cache spec can set; the prompt's length among a manager's arguments; scheduler statistics that a plugin can add
+    to.
 """
 
 from __future__ import annotations
@@ -30,9 +32,10 @@ def install() -> None:
         truncation = truncation_of(vllm_config)
         if truncation is not None and truncation.active:
             from vllm_yoco.connectors import ExternalHitCap
-            from vllm_yoco.kv_cache import PrefixHitCap
+            from vllm_yoco.kv_cache import NoBlocksForDroppedRows, PrefixHitCap
 
             cap = PrefixHitCap(self.kv_cache_manager, truncation.keep_tokens, counts=self.log_stats)
+            NoBlocksForDroppedRows(self.kv_cache_manager, functools.partial(_first_kept, self, truncation))
             if self.connector is not None:
                 ExternalHitCap(self.connector, truncation.keep_tokens, self.block_size, cap)
             if self.log_stats:
@@ -40,6 +43,17 @@ def install() -> None:
 
     __init__._yoco = True  # type: ignore[attr-defined]
     Scheduler.__init__ = __init__
+
+
+def _first_kept(scheduler: Any, truncation: Any, request_id: str) -> int:
+    """s_keep of a request; 0 for one that the scheduler does not know."""
+    from vllm_yoco.plan import keep_start
+    from vllm_yoco.requests import keeps_every_row
+
+    request = scheduler.requests.get(request_id)
+    if request is None or keeps_every_row(request.sampling_params, truncation.prompt_logprobs):
+        return 0
+    return keep_start(request.num_prompt_tokens, truncation.keep_tokens)
 
 
 def _count_steps(scheduler: Any, truncation: Any, cap: Any) -> None:

@@ -31,6 +31,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_yoco import integrity
 from vllm_yoco.attention import ClippedBuilderMixin
 from vllm_yoco.config import Truncation
+from vllm_yoco.staging import StepBuffers
 from vllm_yoco.step import PreparedStep, StepInputs
 
 STEP_KEY = "vllm_yoco.step"
@@ -42,12 +43,14 @@ class ConsumerStep:
 
     Attributes:
         rows: [T'] device int64, index of each kept row in the full batch, ascending.
+        positions: [T'] device int64, absolute position of each.
         empty: [T', 1] device bool, rows that see no SWA key; None where every row sees at least one.
         compact: run the consumer layers on ``rows`` only, not just their sliding-window branch.
         forward_context: context of the sub-batch.
     """
 
     rows: torch.Tensor
+    positions: torch.Tensor
     empty: torch.Tensor | None
     compact: bool
     forward_context: ForwardContext
@@ -80,6 +83,11 @@ class SubBatchBuilder:
         self._global_layers = global_layers
         self._swa_layers = swa_layers
         self._device = device
+        scheduler_config = vllm_config.scheduler_config
+        self._max_reqs = scheduler_config.max_num_seqs
+        self._max_rows = scheduler_config.max_num_batched_tokens
+        self._buffers = StepBuffers(device)
+        self._positions = torch.zeros(self._max_rows, dtype=torch.int64, device=device)
         self._checks = integrity.enabled() and bool(swa_layers)
         self._runner_groups: Any = None
 
@@ -90,6 +98,7 @@ class SubBatchBuilder:
         self._runner_groups = attn_groups
         flat = [group for groups in attn_groups for group in groups]
         self._swa_groups = [group for group in flat if not self._swa_layers.isdisjoint(group.layer_names)]
+        self._swa_group_ids = sorted({group.kv_cache_group_id for group in self._swa_groups})
         # Builders keep what they built, so the sub-batch has its own, like a microbatch.
         self._own_groups = [
             self._copy(group, names)
@@ -119,8 +128,9 @@ class SubBatchBuilder:
         keep_start = np.where(real & ~step.keep_all, keep_start, 0).astype(np.int64)
         prepared = None
         if keep_start.any():
-            prepared = PreparedStep(step, query_lens, keep_start, self._block_size, self._truncation, self._device)
-            for group_id in {group.kv_cache_group_id for group in self._swa_groups}:
+            sizes = self._buffers, self._max_reqs, self._max_rows
+            prepared = PreparedStep(step, query_lens, keep_start, self._block_size, self._truncation, *sizes)
+            for group_id in self._swa_group_ids:
                 prepared.rewrite_slots(step.slot_mappings[group_id], step.block_tables[group_id])
         if self._checks:
             groups = [group for groups in self._runner_groups for group in groups]
@@ -147,13 +157,12 @@ class SubBatchBuilder:
         """The sub-batch of a prepared step; None when every row is kept."""
         if prepared is None or prepared.plan is None:
             return None
-        step, plan = prepared.step, prepared.plan
+        step, plan, rows = prepared.step, prepared.plan, prepared.rows
         num_reqs, num_rows = len(step.start), len(plan.rows)
-        cu_seqlens_cpu = torch.from_numpy(plan.cu_seqlens.astype(np.int32))
-        rows = prepared.rows
+        cu_seqlens = plan.cu_seqlens.astype(np.int32)
         common = CommonAttentionMetadata(
-            query_start_loc=cu_seqlens_cpu.to(self._device, non_blocking=True),
-            query_start_loc_cpu=cu_seqlens_cpu,
+            query_start_loc=self._buffers.put("cu_seqlens", cu_seqlens, self._max_reqs + 1),
+            query_start_loc_cpu=torch.from_numpy(cu_seqlens),
             seq_lens=step.seq_lens[:num_reqs],
             seq_lens_cpu_upper_bound=step.seq_lens_cpu[:num_reqs],
             num_reqs=num_reqs,
@@ -162,7 +171,8 @@ class SubBatchBuilder:
             max_seq_len=step.max_seq_len,
             block_table_tensor=step.block_tables[0][:num_reqs],
             slot_mapping=step.slot_mappings[0],
-            positions=step.positions.index_select(0, rows),
+            # Not the plan's: with asynchronous scheduling the host may be ahead of the accepted draft tokens.
+            positions=torch.index_select(step.positions, 0, rows, out=self._positions[:num_rows]),
             is_prefilling=step.is_prefilling[:num_reqs],
         )
         metadata: dict[str, Any] = {}
@@ -183,13 +193,11 @@ class SubBatchBuilder:
             )
             metadata.update(dict.fromkeys(group.layer_names, built))
             slots.update(dict.fromkeys(group.layer_names, slot_mapping))
-        empty = plan.visible_lo > plan.visible_hi
+        placeholder = plan.positions < prepared.keep_start[plan.owner]
         return ConsumerStep(
             rows=rows,
-            empty=self._to_device(empty[:, None]) if empty.any() else None,
+            positions=common.positions,
+            empty=self._buffers.put("placeholder", placeholder, self._max_rows)[:, None] if placeholder.any() else None,
             compact=self._truncation.mode == "compact",
             forward_context=create_forward_context(metadata, self._vllm_config, slot_mapping=slots),
         )
-
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)

@@ -71,6 +71,25 @@ SYMBOLS: tuple[Symbol, ...] = (
         ("block_hashes", "max_cache_hit_length"),
     ),
     Symbol("vllm.v1.core.sched.scheduler", "Scheduler.schedule", "count prefill rows"),
+    # Consumer SWA holds no blocks below s_keep (patches/scheduler.py, kv_cache.py)
+    Symbol(
+        "vllm.v1.core.single_type_kv_cache_manager",
+        "SingleTypeKVCacheManager.get_num_blocks_to_allocate",
+        "hold no blocks for dropped rows",
+        ("request_id", "num_tokens"),
+    ),
+    Symbol(
+        "vllm.v1.core.single_type_kv_cache_manager",
+        "SingleTypeKVCacheManager.allocate_new_blocks",
+        "hold no blocks for dropped rows",
+        ("request_id", "num_tokens"),
+    ),
+    Symbol(
+        "vllm.v1.core.single_type_kv_cache_manager",
+        "SingleTypeKVCacheManager.allocate_external_computed_blocks",
+        "hold no blocks for dropped rows",
+        ("request_id", "num_local_computed_tokens", "num_external_computed_tokens"),
+    ),
     # Requests for prompt log-probabilities (patches/input_processor.py, completion_serving.py)
     Symbol("vllm.v1.engine.input_processor", "InputProcessor.process_inputs", "apply the prompt_logprobs policy"),
     Symbol(

@@ -48,6 +48,61 @@ class ConsumerSlidingWindowSpec(SlidingWindowSpec):
         return super().max_memory_usage_bytes(vllm_config)
 
 
+class NoBlocksForDroppedRows:
+    """Gives consumer SWA groups no blocks below ``s_keep``; wraps their managers on the instance.
+
+    A cell of position p >= s_keep lies in block ``(p - s_keep mod block_size) // block_size``, so with
+    ``f = s_keep // block_size`` the blocks below f stay unused for the life of the request:
+
+        table   0 ......... f - 1 | f ...........
+                the null block    | real blocks
+
+    vLLM's manager takes a block for every row of a step and frees those that left the window one step later; here
+    a prompt takes those of its last K rows only, whatever the chunk. The count that admits a request to the pool
+    follows the same rule, so it reserves what will be taken and no more.
+
+    Args:
+        first_kept: request id -> s_keep.
+    """
+
+    def __init__(self, kv_cache_manager: Any, first_kept: Callable[[str], int]) -> None:
+        for manager in kv_cache_manager.coordinator.single_type_managers:
+            if isinstance(manager.kv_cache_spec, ConsumerSlidingWindowSpec):
+                self._wrap(manager, first_kept)
+
+    @staticmethod
+    def _wrap(manager: Any, first_kept: Callable[[str], int]) -> None:
+        count, allocate = manager.get_num_blocks_to_allocate, manager.allocate_new_blocks
+        allocate_external = manager.allocate_external_computed_blocks
+        size, null = manager.block_size, manager.block_pool.null_block
+
+        def get_num_blocks_to_allocate(request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
+            held = len(manager.req_to_blocks.get(request_id, ()))
+            lowest = max(held, first_kept(request_id) // size)
+            return min(count(request_id, num_tokens, *args, **kwargs), max(0, -(-num_tokens // size) - lowest))
+
+        def skip(request_id: str, num_tokens: int) -> list[Any]:
+            """Null blocks up to f, as far as ``num_tokens`` reach."""
+            blocks = manager.req_to_blocks[request_id]
+            nulls = [null] * (min(first_kept(request_id) // size, -(-num_tokens // size)) - len(blocks))
+            blocks.extend(nulls)
+            return nulls
+
+        def allocate_new_blocks(request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> list[Any]:
+            nulls = skip(request_id, num_tokens)
+            return [*nulls, *allocate(request_id, num_tokens, *args, **kwargs)]
+
+        def allocate_external_computed_blocks(
+            request_id: str, num_local: int, num_external: int, *args: Any, **kwargs: Any
+        ) -> None:
+            skip(request_id, num_local + num_external)
+            allocate_external(request_id, num_local, num_external, *args, **kwargs)
+
+        manager.get_num_blocks_to_allocate = get_num_blocks_to_allocate
+        manager.allocate_new_blocks = allocate_new_blocks
+        manager.allocate_external_computed_blocks = allocate_external_computed_blocks
+
+
 class PrefixHitCap:
     """Limits every prefix hit of one ``KVCacheManager`` to ``max(0, L - K)`` tokens.
 

@@ -194,11 +194,8 @@ def plan_rows(
     s_keep = _column([_first_retained(c, mode, keep_tokens) for c in chunks])
     first_key = np.maximum(s_keep, _column([c.valid_start for c in chunks]))
 
-    clip = np.clip(s_keep - start, 0, length - 1) if mode == "compact" else np.zeros_like(start)
-    cu_seqlens = _cumulative(length - clip)
-    owner = np.repeat(np.arange(len(chunks)), length - clip)
-    in_chunk = np.arange(cu_seqlens[-1]) - cu_seqlens[owner] + clip[owner]
-    positions = start[owner] + in_chunk
+    clip = _clip(start, length, s_keep) if mode == "compact" else np.zeros_like(start)
+    cu_seqlens, owner, rows, positions = _tails(start, length, clip)
     # Mask also writes below s_keep: no prefill row sees those entries, and decode does not look so far back.
     writes = (positions >= s_keep[owner]) | (mode != "compact")
     return RowPlan(
@@ -208,12 +205,53 @@ def plan_rows(
         window=window,
         clip=clip,
         cu_seqlens=cu_seqlens,
-        rows=_cumulative(length)[owner] + in_chunk,
+        rows=rows,
         positions=positions,
         visible_lo=first_visible(positions, window, first_key[owner]),
         visible_hi=positions.copy(),
         writes_swa=writes & (window > 0),
     )
+
+
+@dataclass(frozen=True, eq=False)
+class KeptRows:
+    """What ``compact`` keeps of a step, without what each row sees: the part of a ``RowPlan`` that every step needs.
+
+    ==============  =====  ============================================================================
+    cu_seqlens      [C+1]  cumulative kept rows; chunk c owns rows ``cu_seqlens[c]:cu_seqlens[c + 1]``
+    owner           [T]    chunk of each row
+    rows            [T]    index of each row in the full row order, strictly increasing
+    positions       [T]    absolute position
+    ==============  =====  ============================================================================
+    """
+
+    cu_seqlens: IntArray
+    owner: IntArray
+    rows: IntArray
+    positions: IntArray
+
+
+def kept_rows(start: IntArray, length: IntArray, s_keep: IntArray) -> KeptRows:
+    """Kept rows of C chunks, as arrays in and out: the cost grows with C and the kept rows, not with the chunks.
+
+    Args:
+        start, length: [C] position of each chunk's first row, and its rows, in tokens.
+        s_keep: [C] first retained position of each chunk's request, in tokens.
+    """
+    return KeptRows(*_tails(start, length, _clip(start, length, s_keep)))
+
+
+def _clip(start: IntArray, length: IntArray, s_keep: IntArray) -> IntArray:
+    """[C] rows removed from the front of each chunk; at least one stays."""
+    return np.clip(s_keep - start, 0, length - 1)
+
+
+def _tails(start: IntArray, length: IntArray, clip: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """``KeptRows``'s arrays for chunks without their first ``clip`` rows."""
+    cu_seqlens = _cumulative(length - clip)
+    owner = np.repeat(np.arange(len(start)), length - clip)
+    in_chunk = np.arange(cu_seqlens[-1]) - (cu_seqlens[:-1] - clip)[owner]
+    return cu_seqlens, owner, (np.cumsum(length) - length)[owner] + in_chunk, start[owner] + in_chunk
 
 
 def ring_slots(plan: RowPlan, *, ring_size: int, state_ids: Sequence[int]) -> IntArray:

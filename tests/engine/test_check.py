@@ -124,17 +124,13 @@ def _patch(owner: Any, name: str, value: Any) -> None:
 
 
 def _clip_one_row_more(engines: Engines) -> None:
-    from vllm_yoco.batch import PreparedStep
-    from vllm_yoco.plan import Chunk, plan_rows
+    from vllm_yoco.plan import kept_rows
+    from vllm_yoco.step import PreparedStep
 
-    def plan(chunks: list[Chunk], *, keep_tokens: int, **options: Any) -> Any:
-        later = [
-            dataclasses.replace(c, num_prompt_tokens=c.num_prompt_tokens + (c.num_prompt_tokens > keep_tokens))
-            for c in chunks
-        ]
-        return plan_rows(later, keep_tokens=keep_tokens, **options)
+    def later(start: Any, length: Any, s_keep: Any) -> Any:
+        return kept_rows(start, length, s_keep + (s_keep > 0))
 
-    _patch(sys.modules[PreparedStep.__module__], "plan_rows", plan)
+    _patch(sys.modules[PreparedStep.__module__], "kept_rows", later)
 
 
 def _placeholder_writes(engines: Engines) -> None:
@@ -147,7 +143,7 @@ def _placeholder_writes(engines: Engines) -> None:
         step, size = self.step, self._block_size
         for request, last in enumerate(step.query_start_loc[1:]):
             position = int(step.positions[last - 1])
-            if position < self._keep_start[request]:
+            if position < self.keep_start[request]:
                 slot_mapping[last - 1] = block_table[request, position // size] * size + position % size
 
     _patch(PreparedStep, "rewrite_slots", rewrite_slots)

@@ -144,7 +144,7 @@ def test_nan_in_unwritten_cells(engine, reference, model_dir, truncation, chunk_
     config = EngineConfig(model_dir("ced-tiny"), truncation, ODD_KEEP, chunk_tokens, max_num_seqs=7)
     engine.call(poison_new_swa_blocks, config)
     check(engine, reference, config, requests())
-    assert engine.call(num_poisoned_blocks, config) > 60
+    assert engine.call(num_poisoned_blocks, config) > 30
 
 
 def test_poison_is_seen_without_clearing(engine, model_dir):

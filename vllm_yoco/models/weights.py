@@ -3,7 +3,7 @@
     q_proj k_proj v_proj (producers)                -> qkv_proj
     q_proj swa_q_proj [swa_k_proj swa_v_proj]       -> in_proj       one projection of a consumer's input
     swa_k_proj swa_v_proj (swa_share_hidden)        -> swa_kv_proj   of the shared hidden
-    k_proj v_proj of every KV source                -> model.global_kv_proj
+    k_proj of every KV source, then v_proj          -> model.global_kv_proj
     gate_proj up_proj                               -> gate_up_proj
 """
 
@@ -66,8 +66,8 @@ def _placement(name: str, topology: LayerTopology) -> tuple[str, int | str | Non
     if module in ("k_proj", "v_proj"):
         if layer not in topology.kv_source_layers:
             return name, None
-        source = topology.kv_source_layers.index(layer)
-        return f"model.global_kv_proj.{suffix}", 2 * source + (module == "v_proj")
+        sources = topology.kv_source_layers
+        return f"model.global_kv_proj.{suffix}", sources.index(layer) + len(sources) * (module == "v_proj")
     if module in ("swa_k_proj", "swa_v_proj") and topology.swa_share_hidden:
         return f"{base}.swa_kv_proj.{suffix}", ("swa_k_proj", "swa_v_proj").index(module)
     shards = ("q_proj", "swa_q_proj", "swa_k_proj", "swa_v_proj")

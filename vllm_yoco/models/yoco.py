@@ -74,7 +74,8 @@ class YocoModel(nn.Module, EagleModelMixin):
         sources = self.topology.kv_source_layers
         self.kv_size = rank_heads(config)[1] * config.head_dim
         if sources:
-            # Every source projects the same shared hidden, so one matrix product serves all of them.
+            # Every source projects the same shared hidden, so one matrix product serves all of them: first the
+            # keys of all sources, then the values, so that one rotation serves all keys.
             self.global_kv_proj = MergedColumnParallelLinear(
                 config.hidden_size,
                 [config.num_key_value_heads * config.head_dim] * (2 * len(sources)),
@@ -113,7 +114,7 @@ class YocoModel(nn.Module, EagleModelMixin):
         else:
             rows = step.rows
             with override_forward_context(step.forward_context):
-                kept, kept_aux = self._run_consumers(positions[rows], shared[rows], residual[rows], step)
+                kept, kept_aux = self._run_consumers(step.positions, shared[rows], residual[rows], step)
             # Nothing reads the dropped rows' outputs; zeros keep the layout that the runner samples from.
             out, *consumer_aux = (
                 values.new_zeros((shared.shape[0], values.shape[1])).index_copy_(0, rows, values)
@@ -125,10 +126,11 @@ class YocoModel(nn.Module, EagleModelMixin):
     def _write_global_kv(self, positions: torch.Tensor, shared: torch.Tensor) -> None:
         """Project and store the global KV of every row for every source; ``shared`` is [T, hidden]."""
         projected, _ = self.global_kv_proj(shared)
-        kv = projected.split(self.kv_size, dim=-1)
-        for source, key, value in zip(self.topology.kv_source_layers, kv[::2], kv[1::2], strict=True):
-            # The rotary kernel wants a query; the key takes its place.
-            key, _ = self.rotary_emb(positions, key.contiguous(), None)
+        keys, values = projected.tensor_split(2, dim=-1)
+        # One rotation for the heads of all sources. The kernel wants a query; the keys take its place.
+        keys, _ = self.rotary_emb(positions, keys.contiguous(), None)
+        split = zip(keys.split(self.kv_size, dim=-1), values.split(self.kv_size, dim=-1), strict=True)
+        for source, (key, value) in zip(self.topology.kv_source_layers, split, strict=True):
             write_kv(self.layers[source].self_attn.attn, key, value)
 
     def _run_consumers(

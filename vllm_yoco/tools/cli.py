@@ -20,6 +20,7 @@ COMMANDS = {
     "cost": "cost",
     "check": "check",
     "error": "error",
+    "bench": "bench",
     "demo": "demo",
     "init-model": "init_model",
 }

@@ -1,0 +1,42 @@
+"""Put the tables of docs/performance/*.json, as ``vllm-yoco bench --json`` wrote them, into docs/performance.md.
+
+    python scripts/update_performance.py            # after a new measurement
+    python scripts/update_performance.py --check    # exit code 1 if the page is not what the files say
+
+A table stands between ``<!-- FILE.json: TITLE -->`` and ``<!-- end -->``; TITLE is its heading in the report.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).parents[1] / "docs"
+BLOCK = re.compile(r"(<!-- (\S+\.json): (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def render(page: str) -> str:
+    """The page with every table made anew. KeyError for a title that a report does not have."""
+    from vllm_yoco.tools.bench_report import sections
+
+    def table(match: re.Match[str]) -> str:
+        results = json.loads((DOCS / "performance" / match[2]).read_text(encoding="utf-8"))
+        return f"{match[1]}```text\n{dict(sections(results))[match[3]]}\n```\n{match[4]}"
+
+    return BLOCK.sub(table, page)
+
+
+def main() -> int:
+    path = DOCS / "performance.md"
+    page = path.read_text(encoding="utf-8")
+    made = render(page)
+    if "--check" in sys.argv[1:]:
+        return int(made != page)
+    path.write_text(made, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""Decisions about CUDA graphs, which need no GPU: which batches may be captured, and what a replay reads from where."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
+
+from vllm_yoco.attention import clipped_backend
+from vllm_yoco.staging import StepBuffers
+from vllm_yoco.step import PreparedStep, StepInputs
+
+BLOCK, WINDOW, KEEP = 4, 3, 4
+
+
+def _backend(support: AttentionCGSupport) -> type[AttentionBackend]:
+    class Builder:
+        @classmethod
+        def get_cudagraph_support(cls, vllm_config, kv_cache_spec):
+            return support
+
+    class Backend(AttentionBackend):
+        forward_includes_kv_cache_update = False
+
+        @staticmethod
+        def get_name():
+            return "FAKE"
+
+        @staticmethod
+        def get_builder_cls():
+            return Builder
+
+    Backend.__abstractmethods__ = frozenset()
+    return Backend
+
+
+@pytest.mark.parametrize("support", list(AttentionCGSupport))
+def test_only_decode_batches_are_captured(support):
+    """A mixed batch may drop rows, which no graph can: never ALWAYS, and never more than the backend offers."""
+    builder = clipped_backend(_backend(support)).get_builder_cls()
+    offered = builder.get_cudagraph_support(None, None)
+    assert offered.value == min(support.value, AttentionCGSupport.UNIFORM_BATCH.value)
+
+
+def _prepare(start: list[int], length: list[int], prompt: list[int], *, padding: int = 0, in_graph: bool):
+    """One step; request i has the blocks 10 (i + 1), 10 (i + 1) + 1, ..."""
+    starts, lengths, prompts = (np.array(values, dtype=np.int64) for values in (start, length, prompt))
+    shown = len(start) + padding
+    ends = torch.tensor([*(starts + lengths), *[0] * padding], dtype=torch.int32)
+    table = torch.arange(8, dtype=torch.int32) + 10 * torch.arange(1, shown + 1, dtype=torch.int32)[:, None]
+    positions = np.concatenate([s + np.arange(n) for s, n in zip(starts, lengths, strict=True)])
+    step = StepInputs(
+        num_prompt_tokens=prompts,
+        start=starts,
+        query_start_loc=np.concatenate([[0], np.cumsum(lengths)]),
+        keep_all=np.zeros(len(start), dtype=bool),
+        seq_lens=ends,
+        seq_lens_cpu=ends.clone(),
+        positions=torch.from_numpy(positions),
+        block_tables=[table],
+        slot_mappings=[torch.zeros(len(positions) + padding, dtype=torch.int64)],
+        is_prefilling=torch.from_numpy(starts < prompts),
+        max_seq_len=int(ends.max()),
+        in_graph=in_graph,
+    )
+    truncation = SimpleNamespace(topology=SimpleNamespace(consumer_window=WINDOW))
+    keep_start = np.maximum(prompts - KEEP, 0)
+    buffers = StepBuffers(torch.device("cpu"))
+    return PreparedStep(step, lengths, keep_start, BLOCK, truncation, buffers, 8, 64), step
+
+
+def test_decode_needs_no_sub_batch_and_leaves_tables_alone():
+    prepared, step = _prepare([10, 17], [1, 1], [10, 17], padding=2, in_graph=True)
+    assert prepared.plan is None
+    table = step.block_tables[0]
+    assert prepared.view.block_table(table, BLOCK) is table
+    # s_keep is 6 and 13, which lie 2 and 1 into a block; requests that pad the graph are not shifted.
+    assert prepared.view.seq_lens(step.seq_lens).tolist() == [11 - 2, 18 - 1, 0, 0]
+
+
+def test_graph_replay_drops_no_rows_and_cuts_in_place():
+    """A captured graph has the runner's own table, so the cut is written there; eagerly it is a table of its own."""
+    (graph, step), (eager, other) = (_prepare([7], [1], [10], in_graph=g) for g in (True, False))
+    table = step.block_tables[0]
+    expected = table.clone()
+    cut = graph.view.block_table(table, BLOCK)
+    assert graph.plan is None and cut.data_ptr() == table.data_ptr()
+    # s_keep = 6 lies in block 1: that block comes first, and the kernel is told of 8 - 6 keys.
+    assert cut[0, 0] == expected[0, 1] and graph.view.seq_lens(step.seq_lens).tolist() == [2]
+    apart = eager.view.block_table(other.block_tables[0], BLOCK)
+    assert apart.data_ptr() != other.block_tables[0].data_ptr() and apart[0, 0] == expected[0, 1]
+
+
+def test_prefill_outside_a_graph_drops_rows():
+    assert len(_prepare([0], [10], [10], in_graph=False)[0].plan.rows) == KEEP
+    assert _prepare([0], [10], [10], in_graph=True)[0].plan is None
+
+
+def test_slots_are_rewritten_in_place():
+    prepared, step = _prepare([0, 20], [10, 1], [10, 20], in_graph=False)
+    slots = step.slot_mappings[0]
+    address = slots.data_ptr()
+    prepared.rewrite_slots(slots, step.block_tables[0])
+    assert slots.data_ptr() == address
+    # Request 0: rows 6 to 9, whose cells start with block 1. Request 1: s_keep = 16, so position 20 is cell 20.
+    assert slots.tolist() == [-1] * 6 + [11 * BLOCK + n for n in range(4)] + [25 * BLOCK]
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_both_paths_write_the_same_slots(on_host):
+    prepared, step = _prepare([0, 20, 3], [10, 1, 9], [10, 20, 15], in_graph=False)
+    prepared._buffers.on_host = on_host
+    step.slot_mappings[0][9] = -1  # a row that vLLM gave no cell keeps none
+    prepared.rewrite_slots(step.slot_mappings[0], step.block_tables[0])
+    slots = step.slot_mappings[0].tolist()
+    assert slots[6:11] == [44, 45, 46, -1, 100]
+    assert slots[11:] == [-1] * 8 + [32 * BLOCK]  # s_keep = 11, r = 3: position 11 is cell 8, in block 2

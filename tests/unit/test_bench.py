@@ -1,0 +1,166 @@
+"""``vllm-yoco bench`` without engines: its points, ratios, ceilings, tables and errors."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+
+from vllm_yoco.model_cost import Prefill, YocoCost
+from vllm_yoco.models.checkpoint import read_model_config
+from vllm_yoco.presets import model_presets
+from vllm_yoco.tools import bench, bench_report
+from vllm_yoco.tools.bench_engine import BenchEngine, Workload, _prompts
+from vllm_yoco.tools.bench_report import AGAIN, REFERENCE
+from vllm_yoco.tools.cli import main
+
+KEEP = 129
+COMPACT = f"compact K={KEEP}"
+
+
+@pytest.fixture(scope="module")
+def cost() -> YocoCost:
+    return YocoCost(read_model_config(model_presets()["bench-8-8"]))
+
+
+def _engines() -> dict[str, BenchEngine]:
+    common = {"model": "m", "keep_tokens": KEEP, "dtype": "float32", "max_model_len": 8200}
+    common |= {"max_num_seqs": 8, "kv_cache_bytes": 1 << 20}
+    return {
+        name: BenchEngine(name=name, truncation=mode, **common)
+        for name, mode in ((REFERENCE, "off"), ("stock", None), (COMPACT, "compact"))
+    }
+
+
+def _runs(times: dict[str, list[float]], figure: str = "median_ttft_ms") -> dict[str, list[dict[str, float]]]:
+    zeros = dict.fromkeys(("median_tpot_ms", "p99_itl_ms", "median_ttft_ms", "total_token_throughput", "duration"), 1.0)
+    return {name: [{**zeros, figure: time} for time in found] for name, found in times.items()}
+
+
+TIMES = {REFERENCE: [100.0, 110.0, 130.0], AGAIN: [104.0, 108.0, 120.0], "stock": [100.0, 99.0, 140.0]}
+TIMES |= {COMPACT: [50.0, 60.0, 52.0]}
+
+
+def _prefill(cost: YocoCost, length: int = 4096, **changes):
+    head = {
+        "measure": "prefill",
+        "prompt_tokens": (length,),
+        "output_tokens": 1,
+        "concurrency": 1,
+        "chunk_tokens": None,
+        "hit_tokens": 0,
+    }
+    parts = {REFERENCE: {"producers": 4.0, "consumers": 5.0, "global_kv": 0.5, "total": 10.0}}
+    return bench_report.point({**head, **changes}, _runs(TIMES), parts, _engines(), cost)
+
+
+def test_ratios(cost):
+    series = _prefill(cost)["series"]
+    assert series[COMPACT]["best"] == 50 and series[COMPACT]["median"] == 52
+    assert series[COMPACT]["speedup"] == pytest.approx(100 / 50)
+    assert series[COMPACT]["paired"] == pytest.approx(100 / 50)  # of 2.0, 1.83 and 2.5
+    assert series[COMPACT]["spread"] == pytest.approx(0.2)
+    assert series[REFERENCE]["speedup"] == series[REFERENCE]["paired"] == 1
+
+
+def test_noise_is_that_of_equal_runs(cost):
+    # best 100 / 104; in rounds 0.96, 1.02, 1.08
+    assert _prefill(cost)["noise"] == pytest.approx(1 - 100 / 104)
+
+
+def test_ceiling_scales_consumers_by_their_flops(cost):
+    found = _prefill(cost)["ceilings"]
+    assert found.keys() == {COMPACT}, "nothing else can become faster"
+    share = cost.of(Prefill(4096, "compact", KEEP)).consumer_flops / cost.of(Prefill(4096)).consumer_flops
+    assert 0 < share < 0.1
+    assert found[COMPACT]["measured"] == pytest.approx(10 / (5 + 5 * share))
+    assert found[COMPACT]["flops"] == pytest.approx(cost.speedup_ceiling(Prefill(4096, "compact", KEEP)))
+    assert found[COMPACT]["rows"] == pytest.approx(16 * 4096 / (8 * 4096 + 8 * KEEP))
+
+
+def test_ceiling_is_one_where_nothing_is_dropped(cost):
+    found = _prefill(cost, length=KEEP)["ceilings"][COMPACT]
+    assert found == {"measured": pytest.approx(1), "flops": pytest.approx(1), "rows": pytest.approx(1)}
+
+
+def test_row_work_counts_decode_rows(cost):
+    one = _prefill(cost, measure="traffic", output_tokens=1)["ceilings"][COMPACT]["rows"]
+    many = _prefill(cost, measure="traffic", output_tokens=1001)["ceilings"][COMPACT]["rows"]
+    assert many == pytest.approx((16 * 4096 + 16 * 1000) / (8 * 4096 + 8 * KEEP + 16 * 1000)) and many < one
+
+
+def test_tables_name_what_was_reached(cost):
+    point = _prefill(cost)
+    results = {
+        "model": "bench-8-8",
+        "machine": {"architecture": "x", "cores": 2, "isa": "AVX2", "threads": 1, "torch": "2"},
+        "engines": {REFERENCE: {"dtype": "float32", "runner": "v1", "backends": ["CPU_ATTN"]}},
+        "clock": "cpu",
+        "points": [point],
+        "memory": None,
+        "steps": None,
+    }
+    text = bench_report.summary(results)
+    reached = 2 / point["ceilings"][COMPACT]["measured"]
+    assert "2-core x CPU (AVX2), 1 thread(s); float32" in text.replace("bench-8-8 on a ", "")
+    assert f"{reached:.1%}" in text and "2.00x" in text
+    assert "hit" not in text.split("TTFT")[0], "columns that say nothing are left out"
+
+
+def test_report_files(cost, tmp_path):
+    pytest.importorskip("matplotlib")
+    results = {
+        "model": "bench-8-8",
+        "machine": {"architecture": "x", "cores": 2, "isa": "AVX2", "threads": 1, "torch": "2"},
+        "engines": {REFERENCE: {"dtype": "float32", "runner": "v1", "backends": ["CPU_ATTN"]}},
+        "clock": "cpu",
+        "points": [_prefill(cost)],
+        "memory": None,
+        "steps": None,
+    }
+    bench_report.write_report(tmp_path, results)
+    document = json.loads((tmp_path / "report.json").read_text())
+    assert document["command"] == "bench" and document["points"][0]["series"][COMPACT]["best"] == 50
+    assert "report.png" in (tmp_path / "report.md").read_text() and (tmp_path / "report.png").stat().st_size > 5000
+
+
+def test_prompts_share_the_hit_and_nothing_else():
+    prompts = _prompts(Workload((30, 50), 1, 2, hit_tokens=20), 1000)
+    assert [len(p) for p in prompts] == [30, 50]
+    assert prompts[0][:20] == prompts[1][:20] and prompts[0][20:30] != prompts[1][20:30]
+    assert prompts == _prompts(Workload((30, 50), 1, 2, hit_tokens=20), 1000)
+    assert prompts != _prompts(Workload((30, 50), 1, 2, hit_tokens=20, seed=1), 1000)
+
+
+def _arguments(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    return parser.parse_args(["MODEL", *argv])
+
+
+def test_points(cost):
+    args = _arguments("--prompt-tokens", "4096,512", "--concurrency", "3")
+    points = {m: [p.workload for p in bench.points_of(args, m, cost.config)] for m in bench.MEASURES}
+    assert [w.prompt_tokens for w in points["prefill"]] == [(512,), (4096,)]
+    assert [w.chunk_tokens for w in points["chunks"]] == [4096, 2048, 1024, 512, 256]
+    assert [w.concurrency for w in points["decode"]] == [1, 8]
+    assert points["traffic"][0].prompt_tokens == (512, 2048, 1024)
+    assert [w.hit_tokens for w in points["hits"]] == [0, 1024, 2048, 3072]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--measure", "speed"], "--measure speed: must be of prefill, chunks"),
+        (["--modes", "fast"], "--modes fast: must be of stock, off, mask, compact"),
+        (["--repeats", "0"], "--repeats, --step-tokens and --prompt-tokens must be 1 or more"),
+        (["--prompt-tokens", "99999999"], "--prompt-tokens 99999999: the model has room for"),
+        (["--keep-tokens", "3"], "must be at least W + B"),
+        (["--measure", "alternative"], "--measure alternative: consumer layers of this model have a sliding window"),
+    ],
+)
+def test_errors(arguments, message, capsys):
+    assert main(["bench", "ced-tiny", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1

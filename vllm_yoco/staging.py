@@ -1,0 +1,53 @@
+"""Small per-step arrays on their way to the device: pinned on the host, at a fixed address on the device.
+
+A step decides on the host (NumPy) what its kernels read. ``StepBuffers.put`` copies one such array into a device
+buffer that is allocated once, without waiting for the device, and not at all if the array has not changed: the
+batches of consecutive decode steps are mostly the same. Addresses never change, so a captured CUDA graph may read
+the buffers. Copies are ordered with the kernels of the current stream, so a buffer may be written again while an
+earlier step still runs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+class StepBuffers:
+    """Named buffers of one model runner. The views returned live until the name is put again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.on_host = device.type == "cpu"
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._last: dict[str, np.ndarray] = {}
+        self.num_copies = 0
+        """Copies made since the start."""
+
+    def put(self, name: str, values: np.ndarray, capacity: int) -> torch.Tensor:
+        """``values`` [n] on the device.
+
+        Args:
+            name: each has one dtype and one capacity.
+            capacity: most elements that it will ever hold.
+
+        Raises:
+            ValueError: for more values than the capacity.
+        """
+        size = len(values)
+        if size > capacity:
+            raise ValueError(f"{name}: {size} values, but a step has at most {capacity}")
+        source = torch.from_numpy(values)
+        buffer = self._buffers.get(name)
+        if buffer is None:
+            buffer = self._buffers[name] = torch.zeros(capacity, dtype=source.dtype, device=self._device)
+        view = buffer[:size]
+        last = self._last.get(name)
+        if last is None or not np.array_equal(last, values):
+            if self._device.type == "cuda":
+                # From the caching host allocator, which reuses it only when the copy is done.
+                source = source.pin_memory()
+            view.copy_(source, non_blocking=True)
+            self._last[name] = values.copy()
+            self.num_copies += 1
+        return view

@@ -1,0 +1,436 @@
+"""``vllm-yoco bench``: what truncation saves and what it costs, measured side by side.
+
+All engines are alive at once, one process each, and take turns: every round serves each point once with every
+engine, in rotating order, so that drift of the machine meets all of them. ``off`` takes two turns a round; what the
+two differ by is the noise that any other difference has to exceed.
+
+    stock      vLLM with the model class registered and no plugin (VLLM_PLUGINS="")
+    off        the plugin, no truncation: what the others are compared with
+    mask, compact    one engine for each K
+
+Measurements (``--measure``)
+
+    prefill    one request, one chunk, over L: TTFT, and the ceiling of it
+    chunks     the longest L, over the chunk size
+    decode     batches of 1 and more past their prompts: ITL and TPOT
+    traffic    mixed lengths, over concurrency: throughput, ITL
+    hits       the longest L, over the length of a prefix-cache hit
+    memory     peak memory of the longest prefill, KV blocks of a request, prompts that one pool admits
+    steps      what the plugin takes to prepare a step, over requests and L
+    alternative    vLLM's KV-sharing fast prefill on a Gemma 4 of equal shape, for models without consumer windows
+
+The ceiling of a point is the speed-up of ``off`` if its consumer layers took only the share of their time that the
+kept rows have in their FLOPs (``vllm_yoco.model_cost``), and everything else took what it takes in ``off``, as
+measured by part. Nothing but consumer layers is expected to become faster.
+
+JSON (``--json``, or report.json in ``--out``):
+
+    command, version, model, machine, clock
+    engines    {name: {truncation, keep_tokens, runner, dtype, device, backends}}
+    points     [{measure, prompt_tokens [L], output_tokens, chunk_tokens (null: all), concurrency, hit_tokens,
+               series {name: {runs [fields of vLLM's BenchmarkMetrics], spread, speedup, ...}}, noise,
+               parts {engine: {part: seconds}}, ceilings {engine: {measured, flops, rows}}}]
+    memory     {prompt_tokens, engines {name: {peak {before, peak: bytes}, admission {chunk: {...}}}}} or null
+    steps      [{engine, requests, prompt_tokens, kind (prefill | decode), plugin, builders: seconds}] or null
+
+Exit code: 0; 1 if an engine failed; 2 for wrong arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_yoco.config import Truncation
+from vllm_yoco.tools import bench_engine, bench_report
+from vllm_yoco.tools.bench_engine import BenchEngine, Workload
+from vllm_yoco.tools.bench_report import AGAIN, REFERENCE
+from vllm_yoco.tools.check_inputs import MODEL_HELP, open_model, resolve_keeps
+from vllm_yoco.tools.engine_process import RUNNERS, EngineError, EngineHost
+from vllm_yoco.tools.report import add_json_argument, emit, progress
+
+if TYPE_CHECKING:
+    from vllm_yoco.models.config import YocoModelConfig
+
+HELP = "measure TTFT, TPOT, throughput and memory with and without truncation, side by side"
+
+MEASURES = ("prefill", "chunks", "decode", "traffic", "hits", "memory", "steps", "alternative")
+MODES = ("stock", "off", "mask", "compact")
+
+PROMPT_TOKENS = (512, 1024, 2048, 4096, 8192)
+NUM_CHUNKS = (1, 2, 4, 8, 16)
+DECODE_BATCHES = (1, 8)
+DECODE_PROMPT_TOKENS = 256
+CONCURRENCY = (8, 32)
+MIXED_SHARES = (1 / 8, 1 / 2, 1 / 4, 1, 1 / 16, 3 / 4, 3 / 8, 3 / 16)
+"""Lengths of concurrent requests, as shares of the longest; short and long ones alternate."""
+HIT_SHARES = (0.0, 0.25, 0.5, 0.75)
+ADMISSION_PROMPTS, ADMISSION_REQUESTS = 6, 48
+"""Prompts that the small pool of ``memory`` is made for, and requests that compete for it."""
+
+
+@dataclass(frozen=True)
+class Point:
+    measure: str
+    workload: Workload
+
+
+@dataclass
+class Bench:
+    """Engines by name, each in a process of its own; all that takes their turns."""
+
+    engines: dict[str, BenchEngine]
+    hosts: dict[str, EngineHost]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def call(self, name: str, job: Callable[..., Any], *args: Any, spec: BenchEngine | None = None) -> Any:
+        return self.hosts[name].call(job, spec or self.engines[name], *args)
+
+    def start(self, longest: int) -> None:
+        """Start all engines, two at a time, and serve unmeasured requests."""
+        with ThreadPoolExecutor(2) as pool:
+            facts = pool.map(lambda name: self.call(name, bench_engine.warm_up, longest), self.engines)
+            self.facts = dict(zip(self.engines, facts, strict=True))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--measure", metavar="NAME,...", default="prefill,decode", help=", ".join(MEASURES))
+    parser.add_argument("--modes", metavar="NAME,...", default="off,compact", help=f"of {', '.join(MODES)}")
+    parser.add_argument("--keep-tokens", metavar="K,...", default="min", help="numbers, min, exact (default: min)")
+    parser.add_argument("--prompt-tokens", metavar="L,...", type=_numbers, help="lengths (default: 512 to 8192)")
+    parser.add_argument("--chunk-tokens", metavar="C,...", type=_numbers, help="chunks: sizes (default: L/1 to L/16)")
+    parser.add_argument("--batches", metavar="N,...", type=_numbers, default=DECODE_BATCHES, help="decode: sizes")
+    parser.add_argument("--concurrency", metavar="N,...", type=_numbers, default=CONCURRENCY, help="traffic: requests")
+    parser.add_argument("--step-tokens", metavar="C", type=int, default=2048, help="traffic: rows a step may take")
+    parser.add_argument("--hit-tokens", metavar="H,...", type=_numbers, help="hits: lengths (default: 0 to 3/4 L)")
+    parser.add_argument("--output-tokens", metavar="N", type=int, default=64, help="decode, traffic (default: 64)")
+    parser.add_argument("--repeats", metavar="N", type=int, default=3, help="rounds (default: 3)")
+    parser.add_argument(
+        "--clock", choices=list(bench_engine.CLOCKS), default="wall", help="cpu: time computed, for shared machines"
+    )
+    parser.add_argument("--runner", choices=RUNNERS, default="auto", help="vLLM's model runner")
+    parser.add_argument("--dtype", help="auto or a dtype (default: float32 on a CPU, auto on a GPU)")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of random prompts and weights (default: 0)")
+    parser.add_argument("--out", metavar="DIR", type=Path, help="write report.json, report.md and report.png there")
+    add_json_argument(parser)
+    parser.add_argument(
+        "--engine-flags", metavar="FLAGS", type=shlex.split, default=[], help="of vLLM, as in '--block-size 64'"
+    )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers, as in 512,4096") from None
+    if min(numbers) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: none may be negative")
+    return numbers
+
+
+def _names(flag: str, text: str, known: Sequence[str]) -> list[str]:
+    names = list(dict.fromkeys(part.strip() for part in text.split(",")))
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"{flag} {unknown[0]}: must be of {', '.join(known)}.")
+    return names
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit code of the module docstring.
+
+    Raises:
+        ValueError: for arguments that do not fit each other or the model, or --out without matplotlib.
+        OSError: for a file that cannot be written.
+    """
+    measures = _names("--measure", args.measure, MEASURES)
+    modes = list(dict.fromkeys(["off", *_names("--modes", args.modes, MODES)]))
+    if args.repeats < 1 or args.output_tokens < 2 or args.step_tokens < 1 or min(args.prompt_tokens or [1]) < 1:
+        raise ValueError("--repeats, --step-tokens and --prompt-tokens must be 1 or more, --output-tokens 2 or more.")
+    if args.out is not None:
+        if find_spec("matplotlib") is None:
+            raise ValueError("--out: its plot needs matplotlib. Run pip install 'vllm-yoco[plot]'.")
+        args.out.mkdir(parents=True, exist_ok=True)
+    with open_model(args.model, args.seed) as (directory, config):
+        room = config.max_position_embeddings - args.output_tokens
+        args.prompt_tokens = args.prompt_tokens or tuple(n for n in PROMPT_TOKENS if n <= room)
+        if max(args.prompt_tokens, default=room + 1) > room:
+            raise ValueError(f"--prompt-tokens {max(args.prompt_tokens, default='')}: the model has room for {room}.")
+        truncations = resolve_keeps(args.keep_tokens, config.topology())
+        if "alternative" in measures and config.topology().swa_layers:
+            raise ValueError(
+                "--measure alternative: consumer layers of this model have a sliding window, which layers that share"
+                " another's KV have not. Take a model without, as bench-8-8-no-window."
+            )
+        try:
+            results = _measure(args, measures, modes, directory, config, truncations)
+        except EngineError as error:
+            print(f"{error.details}\nvllm-yoco bench: {error}. Details are above.", file=sys.stderr)
+            return 1
+    text = bench_report.summary(results)
+    emit("bench", text, results, args.json)
+    if args.out is not None:
+        bench_report.write_report(args.out, results)
+    return 0
+
+
+def _measure(
+    args: argparse.Namespace,
+    measures: Sequence[str],
+    modes: Sequence[str],
+    directory: str,
+    config: YocoModelConfig,
+    truncations: Sequence[Truncation],
+) -> dict[str, Any]:
+    from vllm_yoco.model_cost import YocoCost
+
+    cost = YocoCost(config)
+    plain = engines_of(args, modes, directory, config, truncations)
+    results: dict[str, Any] = {
+        "model": args.model,
+        "machine": bench_report.machine(),
+        "clock": args.clock,
+        "engines": {},
+        "points": [],
+        "memory": None,
+        "steps": None,
+    }
+    groups = {
+        ("prefill", "chunks", "decode", "traffic"): plain,
+        ("hits",): {name: replace(spec, prefix_caching=True) for name, spec in plain.items() if name != "stock"},
+        ("memory", "steps"): {name: spec for name, spec in plain.items() if name != "stock"},
+    }
+    wanted_groups = {
+        tuple(measure for measure in group if measure in measures): engines for group, engines in groups.items()
+    }
+    with _hosts(args.runner, plain) as hosts:
+        for wanted, engines in wanted_groups.items():
+            if not wanted:
+                continue
+            bench = Bench(engines, hosts)
+            points = [point for measure in wanted for point in points_of(args, measure, config)]
+            _serve_points(bench, points, args, cost, results)
+            if "memory" in wanted:
+                results["memory"] = _memory(bench, args, config)
+            if "steps" in wanted:
+                results["steps"] = _steps(bench, args)
+    if "alternative" in measures:
+        from vllm_yoco.tools import bench_gemma
+
+        with ExitStack() as stack:
+            other = stack.enter_context(bench_gemma.model_of_shape(config))
+            engines = plain | bench_gemma.engines(plain[REFERENCE], other)
+            bench = Bench(engines, stack.enter_context(_hosts(args.runner, engines)))
+            _serve_points(bench, points_of(args, "alternative", config), args, cost, results)
+    return results
+
+
+def _serve_points(
+    bench: Bench, points: Sequence[Point], args: argparse.Namespace, cost: Any, results: dict[str, Any]
+) -> None:
+    """Start the engines, serve the points, add what comes of it to ``results``."""
+    longest = max(args.prompt_tokens)
+    bench.start(min(longest + 1, max([p.workload.longest for p in points], default=longest)))
+    results["engines"] |= _describe(bench)
+    results["points"] += [_point(bench, point, args.repeats, cost) for point in progress(points, "measuring")]
+
+
+def _describe(bench: Bench) -> dict[str, Any]:
+    return {
+        name: {"truncation": spec.truncation, "keep_tokens": spec.keep_tokens, **bench.facts[name]}
+        for name, spec in bench.engines.items()
+    }
+
+
+def engines_of(
+    args: argparse.Namespace,
+    modes: Sequence[str],
+    directory: str,
+    config: YocoModelConfig,
+    truncations: Sequence[Truncation],
+) -> dict[str, BenchEngine]:
+    """The engines to compare, by name; the first is the reference."""
+    import torch
+
+    longest = max(*args.prompt_tokens, DECODE_PROMPT_TOKENS)
+    max_model_len = min(longest + args.output_tokens + 8, config.max_position_embeddings)
+    sequences = max(*args.batches, *args.concurrency)
+    topology = config.topology()
+    layers = topology.boundary + len(topology.kv_source_layers) + len(topology.swa_layers)
+    token_bytes = layers * 2 * config.num_key_value_heads * config.head_dim * 4
+    # A whole batch of mixed lengths, or one of the longest; two blocks of slack for each request and group.
+    mixed = sum(_mixed(longest, sequences)) if "traffic" in args.measure else 0
+    tokens = max(mixed, 2 * longest) + sequences * (args.output_tokens + 128)
+    decode = max(args.batches) * (DECODE_PROMPT_TOKENS + args.output_tokens + 128)
+    common = BenchEngine(
+        name=REFERENCE,
+        model=directory,
+        truncation="off",
+        keep_tokens=truncations[0].keep_tokens,
+        dtype=args.dtype or ("auto" if torch.cuda.is_available() else "float32"),
+        max_model_len=max_model_len,
+        max_num_seqs=sequences,
+        kv_cache_bytes=max(tokens, decode) * token_bytes,
+        options=_llm_options(args.engine_flags),
+    )
+    engines = {REFERENCE: common}
+    if "stock" in modes:
+        engines["stock"] = replace(common, name="stock", truncation=None)
+    for mode in ("mask", "compact"):
+        for truncation in truncations if mode in modes else ():
+            name = f"{mode} K={truncation.keep_tokens}"
+            engines[name] = replace(common, name=name, truncation=mode, keep_tokens=truncation.keep_tokens)
+    share = 0.85 / len(engines)
+    return {name: replace(spec, gpu_share=share) for name, spec in engines.items()}
+
+
+def _llm_options(flags: Sequence[str]) -> tuple[tuple[str, Any], ...]:
+    if not flags:
+        return ()
+    from vllm_yoco.tools.engine_process import _options
+
+    return tuple(_options(flags).items())
+
+
+def points_of(args: argparse.Namespace, measure: str, config: YocoModelConfig) -> list[Point]:
+    """What one measurement serves."""
+    longest, seed = max(args.prompt_tokens), args.seed
+    lengths = sorted(set(args.prompt_tokens))
+    if measure in ("prefill", "alternative"):
+        return [Point(measure, Workload((length,), 1, 1, seed=seed, clock=args.clock)) for length in lengths]
+    if measure == "chunks":
+        sizes = args.chunk_tokens or [-(-longest // count) for count in NUM_CHUNKS]
+        return [Point(measure, Workload((longest,), 1, 1, size, seed=seed, clock=args.clock)) for size in sizes]
+    if measure == "decode":
+        prompt = min(DECODE_PROMPT_TOKENS, config.max_position_embeddings - args.output_tokens)
+        return [
+            Point(measure, Workload((prompt,) * n, args.output_tokens, n, seed=seed, clock=args.clock))
+            for n in args.batches
+        ]
+    if measure == "traffic":
+        return [
+            Point(
+                measure,
+                Workload(_mixed(longest, n), args.output_tokens, n, args.step_tokens, seed=seed, clock=args.clock),
+            )
+            for n in args.concurrency
+        ]
+    if measure == "hits":
+        hits = args.hit_tokens or [int(longest * share) for share in HIT_SHARES]
+        return [Point(measure, Workload((longest,), 1, 1, hit_tokens=hit, seed=seed, clock=args.clock)) for hit in hits]
+    return []
+
+
+def _mixed(longest: int, count: int) -> tuple[int, ...]:
+    return tuple(max(1, int(longest * MIXED_SHARES[n % len(MIXED_SHARES)])) for n in range(count))
+
+
+@contextmanager
+def _hosts(runner: str, engines: dict[str, BenchEngine]) -> Iterator[dict[str, EngineHost]]:
+    """A process for each engine; none has started yet."""
+    with ExitStack() as stack:
+        hosts = {}
+        for name, spec in engines.items():
+            bare = spec.truncation is None
+            hosts[name] = stack.enter_context(
+                EngineHost(
+                    runner,
+                    environment={"VLLM_PLUGINS": ""} if bare else {},
+                    initializer=register_model_class_only if bare else None,
+                )
+            )
+        yield hosts
+
+
+def register_model_class_only() -> None:
+    """What a user of the model would write who does not have the plugin."""
+    from transformers import AutoConfig
+    from vllm import ModelRegistry
+
+    from vllm_yoco.models.config import YocoModelConfig
+
+    AutoConfig.register(YocoModelConfig.model_type, YocoModelConfig, exist_ok=True)
+    ModelRegistry.register_model("YocoForCausalLM", "vllm_yoco.models.yoco:YocoForCausalLM")
+
+
+def _point(bench: Bench, point: Point, repeats: int, cost: Any) -> dict[str, Any]:
+    """Serve one point ``repeats`` times with every engine, and once with timers."""
+    turns = [*bench.engines, AGAIN]
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in turns}
+    for repeat in range(repeats):
+        shift = repeat % len(turns)
+        for name in turns[shift:] + turns[:shift]:
+            workload = point.workload
+            if workload.hit_tokens or point.measure == "hits":
+                # Other tokens each time: what an earlier round left in the cache must not be hit.
+                workload = replace(workload, seed=1000 * (1 + workload.seed) + len(runs[name]) + 500 * (name == AGAIN))
+            runs[name].append(bench.call(REFERENCE if name == AGAIN else name, bench_engine.serve, workload))
+    timed = {}
+    if point.measure != "hits":
+        timed = {
+            name: bench.call(name, bench_engine.parts, point.workload)
+            for name, spec in bench.engines.items()
+            if spec.truncation != "mask" and name != "stock"
+        }
+    workload = point.workload
+    return bench_report.point(
+        {
+            "measure": point.measure,
+            **{key: value for key, value in asdict(workload).items() if key not in ("seed", "clock")},
+        },
+        runs,
+        timed,
+        bench.engines,
+        cost,
+    )
+
+
+def _memory(bench: Bench, args: argparse.Namespace, config: YocoModelConfig) -> dict[str, Any]:
+    longest = max(args.prompt_tokens)
+    prefill = Workload((longest,), 1, 1, seed=args.seed)
+    found: dict[str, Any] = {}
+    for name, spec in bench.engines.items():
+        found[name] = {"peak": bench.call(name, bench_engine.peak_memory, prefill)}
+        topology = config.topology()
+        layers = topology.boundary + len(topology.kv_source_layers)
+        layer_bytes = 2 * config.num_key_value_heads * config.head_dim * (4 if spec.dtype == "float32" else 2)
+        # What they hold once they decode: all their rows, and windows that begin and end inside a block.
+        window = topology.consumer_window + 3 * spec.block_size
+        prompt_bytes = layer_bytes * (layers * (longest + spec.block_size) + len(topology.swa_layers) * window)
+        small = replace(
+            spec,
+            name=f"{name}, small pool",
+            kv_cache_bytes=ADMISSION_PROMPTS * prompt_bytes,
+            max_num_seqs=ADMISSION_REQUESTS,
+        )
+        found[name]["admission"] = {
+            str(chunk): bench.call(name, bench_engine.admission, longest, chunk, ADMISSION_REQUESTS, spec=small)
+            for chunk in (longest, args.step_tokens)
+        }
+    return {"prompt_tokens": longest, "engines": found}
+
+
+def _steps(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
+    return [
+        {
+            "engine": name,
+            "requests": requests,
+            "prompt_tokens": length,
+            "kind": kind,
+            **bench.call(name, bench_engine.step_preparation, requests, length, kind == "decode", args.clock),
+        }
+        for name, spec in bench.engines.items()
+        if spec.truncation in ("mask", "compact")
+        for kind in ("prefill", "decode")
+        for requests in sorted({1, max(args.concurrency)})
+        for length in sorted(set(args.prompt_tokens))
+    ]

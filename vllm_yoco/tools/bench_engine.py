@@ -1,0 +1,445 @@
+"""Jobs for ``EngineHost`` that serve a workload and time it; see ``vllm_yoco.tools.bench``.
+
+Requests are driven through ``LLMEngine.step`` in the child, so a token's time is that of the step that returned it.
+The figures come from vLLM's own ``calculate_metrics`` (vllm/benchmarks/serve.py), under its names.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_yoco.tools.engine_process import Engines
+
+PERCENTILES = (50.0, 99.0)
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+"""``cpu``: time that the engine's process has computed. With one thread on an idle machine it equals ``wall``; where
+other work shares the cores it leaves out the waiting."""
+STATUS = Path("/proc/self/status")
+CLEAR_PEAK = Path("/proc/self/clear_refs")
+
+
+@dataclass(frozen=True)
+class BenchEngine:
+    """One engine to measure.
+
+    Attributes:
+        name: as the tables call it.
+        truncation: off, mask or compact; None gives vLLM no setting of the plugin at all.
+        keep_tokens: K in rows.
+        kv_cache_bytes: on a CPU; a GPU gives the engine a share of what it has, see ``gpu_share``.
+        options: further ``LLM`` arguments, which win over what is chosen here.
+    """
+
+    name: str
+    model: str
+    truncation: str | None
+    keep_tokens: int
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    kv_cache_bytes: int
+    gpu_share: float = 0.9
+    block_size: int = 32
+    prefix_caching: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests that arrive together, at most ``concurrency`` of them in flight.
+
+    Attributes:
+        prompt_tokens: L of each request.
+        output_tokens: of each request; nothing ends one earlier.
+        chunk_tokens: rows a step may take; None takes a prompt in one step.
+        hit_tokens: leading tokens that an earlier request left in the prefix cache.
+        clock: one of ``CLOCKS``.
+    """
+
+    prompt_tokens: tuple[int, ...]
+    output_tokens: int
+    concurrency: int
+    chunk_tokens: int | None = None
+    hit_tokens: int = 0
+    seed: int = 0
+    clock: str = "wall"
+
+    @property
+    def longest(self) -> int:
+        return max(self.prompt_tokens) + self.output_tokens
+
+    def step_tokens(self) -> int:
+        return self.chunk_tokens or max(self.prompt_tokens)
+
+
+def get(engines: Engines, spec: BenchEngine) -> Any:
+    """The child's engine for ``spec``, made on first use."""
+    if spec not in engines.llms:
+        from vllm import LLM
+        from vllm.platforms import current_platform
+
+        options: dict[str, Any] = {
+            "model": spec.model,
+            "dtype": spec.dtype,
+            "enforce_eager": True,
+            "max_model_len": spec.max_model_len,
+            "max_num_batched_tokens": spec.max_model_len,
+            "max_num_seqs": spec.max_num_seqs,
+            "block_size": spec.block_size,
+            "enable_prefix_caching": spec.prefix_caching,
+            "skip_tokenizer_init": True,
+            "disable_log_stats": True,
+        }
+        if spec.truncation is not None:
+            settings = {"truncation": spec.truncation, "keep_tokens": spec.keep_tokens}
+            options["additional_config"] = {"yoco": settings}
+        if current_platform.is_cpu():
+            options["kv_cache_memory_bytes"] = spec.kv_cache_bytes
+        else:
+            options["gpu_memory_utilization"] = spec.gpu_share
+        engines.llms[spec] = LLM(**options | dict(spec.options))
+    return engines.llms[spec]
+
+
+def serve(engines: Engines, spec: BenchEngine, workload: Workload) -> dict[str, Any]:
+    """Serve the requests once.
+
+    Returns:
+        The fields of vLLM's ``BenchmarkMetrics`` without None, percentiles flattened as ``vllm bench`` does
+        (``p99_itl_ms``), with ``duration`` in seconds and ``num_steps``.
+    """
+    llm = get(engines, spec)
+    engine = llm.llm_engine
+    scheduler = engine.engine_core.engine_core.scheduler
+    scheduler.max_num_scheduled_tokens = workload.step_tokens()
+    prompts = _prompts(workload, llm.model_config.get_vocab_size())
+    if workload.hit_tokens:
+        prefix = prompts[0][: workload.hit_tokens]
+        _drive(engine, [prefix], 1, 1, time.perf_counter)
+    gc.collect()
+    clock = CLOCKS[workload.clock]
+    return _metrics(workload, *_drive(engine, prompts, workload.output_tokens, workload.concurrency, clock))
+
+
+def _prompts(workload: Workload, vocab_size: int) -> list[list[int]]:
+    """Random tokens, equal for equal seeds; all share their first ``hit_tokens``."""
+    stream = np.random.default_rng(workload.seed)
+    prefix = stream.integers(0, vocab_size, workload.hit_tokens).tolist()
+    return [prefix + stream.integers(0, vocab_size, length - len(prefix)).tolist() for length in workload.prompt_tokens]
+
+
+def _drive(
+    engine: Any, prompts: Sequence[list[int]], output_tokens: int, concurrency: int, clock: Callable[[], float]
+) -> tuple[list[Any], float, int]:
+    """Serve the prompts in order, ``concurrency`` at a time; per-request outcomes, seconds, steps."""
+    from vllm import SamplingParams
+    from vllm.benchmarks.lib.endpoint_request_func import RequestFuncOutput
+    from vllm.inputs import TokensPrompt
+
+    params = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True, detokenize=False)
+    waiting = list(enumerate(prompts))[::-1]
+    outcomes: dict[str, Any] = {}
+    arrivals: dict[str, float] = {}
+    last: dict[str, float] = {}
+    in_flight = num_steps = 0
+    begin = clock()
+    while waiting or in_flight:
+        while waiting and in_flight < concurrency:
+            index, prompt = waiting.pop()
+            name = f"{begin}-{index}"
+            arrivals[name] = clock()
+            engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), params)
+            # vLLM appends a suffix of its own to the names it works with, not to those it reports.
+            outcomes[name] = RequestFuncOutput(prompt_len=len(prompt), start_time=arrivals[name])
+            in_flight += 1
+        answers = engine.step()
+        num_steps += 1
+        now = clock()
+        for answer in answers:
+            outcome, tokens = outcomes[answer.request_id], len(answer.outputs[0].token_ids)
+            if tokens > outcome.output_tokens:
+                if outcome.output_tokens:
+                    outcome.itl.append(now - last[answer.request_id])
+                else:
+                    outcome.ttft = now - arrivals[answer.request_id]
+                last[answer.request_id], outcome.output_tokens = now, tokens
+            if answer.finished:
+                outcome.success, outcome.latency = True, now - arrivals[answer.request_id]
+                in_flight -= 1
+    return list(outcomes.values()), clock() - begin, num_steps
+
+
+def _metrics(workload: Workload, outcomes: list[Any], seconds: float, num_steps: int) -> dict[str, Any]:
+    from vllm.benchmarks.serve import calculate_metrics
+
+    metrics, _ = calculate_metrics([], outcomes, seconds, None, list(PERCENTILES), {})
+    found: dict[str, Any] = {"duration": seconds, "num_steps": num_steps}
+    for name, value in asdict(metrics).items():
+        if name.startswith("percentiles_"):
+            for percentile, number in value:
+                found[f"p{percentile:g}_{name.removeprefix('percentiles_')}"] = float(number)
+        elif value is not None:
+            found[name] = float(value)
+    return found
+
+
+# -- parts ---------------------------------------------------------------------------------------------------------
+
+PARTS = ("producers", "global_kv", "consumers", "logits", "sampling")
+
+
+class PartTimer:
+    """Seconds spent in parts of a step, by wrapping methods on instances while a ``with`` block runs."""
+
+    def __init__(self, synchronize: Callable[[], None], clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.seconds: dict[str, float] = {}
+        self._synchronize = synchronize
+        self._undo: list[Callable[[], None]] = []
+
+    def wrap(self, owner: Any, method: str, part: str) -> None:
+        original = getattr(owner, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._synchronize()
+            start = self._clock()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._synchronize()
+                self.seconds[part] = self.seconds.get(part, 0.0) + self._clock() - start
+
+        setattr(owner, method, timed)
+        self._undo.append(partial(delattr, owner, method))
+
+    def __enter__(self) -> PartTimer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for undo in self._undo:
+            undo()
+
+
+def parts(engines: Engines, spec: BenchEngine, workload: Workload) -> dict[str, float]:
+    """Serve the requests once with timers on: seconds by part.
+
+    ``producers`` holds layers below the boundary; ``global_kv`` the boundary norm, the projection and its writes;
+    ``consumers`` layers P and above with the final norm; ``logits``, ``sampling``. ``runner`` is the rest of the
+    model runner (embedding, batch preparation, selecting and scattering rows), ``engine`` the rest of the step
+    (scheduler, output processing), ``total`` all of it.
+    """
+    runner = get(engines, spec).collective_rpc(_runner)[0]
+    model = runner.model
+    with PartTimer(_synchronize(runner), CLOCKS[workload.clock]) as timer:
+        inner = model.model
+        if hasattr(inner, "cross_decoder"):  # Gemma 4, see bench_gemma; its upper layers project no KV
+            timer.wrap(inner.self_decoder, "forward", "producers")
+            timer.wrap(inner.cross_decoder, "forward", "consumers")
+        else:
+            for layer in inner.layers[: inner.topology.boundary]:
+                timer.wrap(layer, "forward", "producers")
+            # The norm before layer P is the consumers' first; its forward is called once, at the boundary.
+            timer.wrap(inner.consumers[0].input_layernorm, "forward", "global_kv")
+            timer.wrap(inner, "_write_global_kv", "global_kv")
+            timer.wrap(inner, "_run_consumers", "consumers")
+        timer.wrap(model, "compute_logits", "logits")
+        timer.wrap(runner.sampler, "forward" if hasattr(runner.sampler, "forward") else "__call__", "sampling")
+        for method in ("execute_model", "sample_tokens"):
+            timer.wrap(runner, method, "runner")
+        total = serve(engines, spec, workload)["duration"]
+    seconds = {name: timer.seconds.get(name, 0.0) for name in PARTS}
+    in_runner = timer.seconds["runner"]
+    return {**seconds, "runner": in_runner - sum(seconds.values()), "engine": total - in_runner, "total": total}
+
+
+def _runner(worker: Any) -> Any:
+    return worker.model_runner
+
+
+def _synchronize(runner: Any) -> Callable[[], None]:
+    if runner.device.type == "cuda":
+        import torch
+
+        return torch.cuda.synchronize
+    return lambda: None
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+
+
+def peak_memory(engines: Engines, spec: BenchEngine, workload: Workload) -> dict[str, int]:
+    """Bytes: resident before the workload, and the most that was resident (on a GPU: allocated) during it."""
+    runner = get(engines, spec).collective_rpc(_runner)[0]
+    if runner.device.type == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        serve(engines, spec, workload)
+        return {"before": before, "peak": torch.cuda.max_memory_allocated()}
+    gc.collect()
+    CLEAR_PEAK.write_text("5")  # sets VmHWM to VmRSS
+    before = _status("VmRSS")
+    serve(engines, spec, workload)
+    return {"before": before, "peak": _status("VmHWM")}
+
+
+def _status(field: str) -> int:
+    for line in STATUS.read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"{STATUS} has no {field}")
+
+
+def admission(
+    engines: Engines, spec: BenchEngine, prompt_tokens: int, chunk_tokens: int, num_requests: int
+) -> dict[str, Any]:
+    """How many prompts the engine's KV pool serves at once, and what each holds.
+
+    The real scheduler and block pool run, the model does not: every step is answered with a made-up token, and each
+    request decodes for ever. Counted when the scheduler admits no more.
+
+    Returns:
+        ``pool_blocks``; ``admitted``: requests in the decode phase together, none ever preempted;
+        ``peak_blocks``: the most blocks that one request held, during its prefill; ``held_blocks``: what it holds
+        afterwards; both with their bytes.
+    """
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    engine = get(engines, spec).llm_engine
+    scheduler = engine.engine_core.engine_core.scheduler
+    scheduler.max_num_scheduled_tokens = chunk_tokens
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    # More than the steps until the pool is full.
+    room = spec.max_model_len - prompt_tokens
+    params = SamplingParams(temperature=0, max_tokens=room, ignore_eos=True, detokenize=False)
+    stream = np.random.default_rng(0)
+    names = [f"admission-{chunk_tokens}-{n}" for n in range(num_requests)]
+    for name in names:
+        tokens = stream.integers(0, 256, prompt_tokens).tolist()
+        engine.add_request(name, TokensPrompt(prompt_token_ids=tokens), params)
+    requests = {request.request_id for request in scheduler.waiting}
+
+    def held(name: str) -> int:
+        return sum(sum(not b.is_null for b in m.req_to_blocks.get(name, ())) for m in managers)
+
+    first = next(iter(scheduler.waiting)).request_id
+    peak = decoding = 0
+    while True:
+        output = scheduler.schedule()
+        peak = max(peak, held(first))
+        ids = list(output.num_scheduled_tokens)
+        running = [r for r in scheduler.running if r.num_computed_tokens >= r.num_prompt_tokens]
+        sampled = [[1] if any(r.request_id == i for r in running) else [] for i in ids]
+        scheduler.update_from_output(
+            output, ModelRunnerOutput(ids, {i: n for n, i in enumerate(ids)}, sampled_token_ids=sampled)
+        )
+        preempted = any(r.num_preemptions for r in scheduler.requests.values())
+        if preempted or (len(running) == decoding and len(scheduler.running) == decoding and decoding):
+            break
+        decoding = len(running)
+        if not scheduler.waiting and decoding == num_requests:
+            break
+    held_after = held(first)
+    pool = scheduler.kv_cache_config
+    page = max(group.kv_cache_spec.page_size_bytes for group in pool.kv_cache_groups)
+    layers = max(len(group.layer_names) for group in pool.kv_cache_groups)
+    engine.abort_request(list(requests), internal=True)
+    # The worker has not seen these requests, so it must not be told that they are gone.
+    scheduler.finished_req_ids.clear()
+    return {
+        "pool_blocks": pool.num_blocks,
+        "pool_bytes": sum(tensor.size for tensor in pool.kv_cache_tensors),
+        "admitted": decoding,
+        "peak_blocks": peak,
+        "held_blocks": held_after,
+        "peak_bytes": peak * page * layers,
+        "held_bytes": held_after * page * layers,
+    }
+
+
+# -- preparation of a step -----------------------------------------------------------------------------------------
+
+
+def step_preparation(
+    engines: Engines, spec: BenchEngine, num_reqs: int, prompt_tokens: int, decode: bool, clock: str, repeats: int = 60
+) -> dict[str, float]:
+    """Median seconds that preparing one step of ``num_reqs`` requests takes; no forward runs.
+
+    The engine's own builder is given a made-up step: every request in its whole prompt, or (``decode``) one row past
+    it. ``builders`` is the part that vLLM's metadata builders take for the sub-batch, ``plugin`` the rest; metadata of
+    the full batch is not in it.
+    """
+    import torch
+
+    from vllm_yoco.step import StepInputs
+
+    runner = get(engines, spec).collective_rpc(_runner)[0]
+    builder = getattr(runner, "_yoco_sub_batch", None) or runner.model_state._builder
+    groups = runner.kv_cache_config.kv_cache_groups
+    lengths = np.full(num_reqs, 1 if decode else prompt_tokens)
+    start = np.full(num_reqs, prompt_tokens if decode else 0, dtype=np.int64)
+    total, device = int(lengths.sum()), runner.device
+    ends = torch.from_numpy((start + lengths).astype(np.int32))
+    columns = [-(-(prompt_tokens + 1) // group.kv_cache_spec.block_size) for group in groups]
+    blocks = runner.kv_cache_config.num_blocks - 1
+    tables = [
+        (1 + torch.arange(num_reqs * n, dtype=torch.int32) % blocks).view(num_reqs, n).to(device) for n in columns
+    ]
+    step = StepInputs(
+        num_prompt_tokens=np.full(num_reqs, prompt_tokens, dtype=np.int64),
+        start=start,
+        query_start_loc=np.arange(num_reqs + 1) * lengths[0],
+        keep_all=np.zeros(num_reqs, dtype=bool),
+        seq_lens=ends.to(device),
+        seq_lens_cpu=ends,
+        positions=torch.from_numpy(np.concatenate([s + np.arange(n) for s, n in zip(start, lengths, strict=True)])).to(
+            device
+        ),
+        block_tables=tables,
+        slot_mappings=[torch.zeros(total, dtype=torch.int64, device=device) for _ in groups],
+        is_prefilling=torch.full((num_reqs,), not decode),
+        max_seq_len=int(ends.max()),
+    )
+    found: dict[str, list[float]] = {"plugin": [], "builders": []}
+    with torch.inference_mode():  # as the runner does
+        for _ in range(repeats):
+            with PartTimer(lambda: None, CLOCKS[clock]) as timer:
+                for group in builder._own_groups:
+                    timer.wrap(group, "build_metadata", "builders")
+                begin = CLOCKS[clock]()
+                prepared = builder.prepare(step)
+                with builder.viewing(prepared):
+                    pass
+                builder.build(prepared)
+                total = CLOCKS[clock]() - begin
+            found["builders"].append(timer.seconds.get("builders", 0.0))
+            found["plugin"].append(total - found["builders"][-1])
+    return {name: float(np.median(seconds)) for name, seconds in found.items()}
+
+
+# -- start -----------------------------------------------------------------------------------------------
+
+
+def warm_up(engines: Engines, spec: BenchEngine, longest: int) -> dict[str, Any]:
+    """Make the engine and serve a short and a long request, unmeasured; what the engine then is."""
+    for length in sorted({min(600, longest - 4), longest - 4}):
+        serve(engines, spec, Workload((length,), 4, 1, seed=length))
+    runner = get(engines, spec).collective_rpc(_runner)[0]
+    groups = [group for groups in runner.attn_groups for group in groups]
+    return {
+        "runner": engines.runner,
+        "backends": sorted({group.backend.get_name() for group in groups}),
+        "dtype": str(runner.vllm_config.model_config.dtype).removeprefix("torch."),
+        "device": str(runner.device.type),
+    }

@@ -1,0 +1,376 @@
+"""What ``vllm-yoco bench`` makes of its runs: ratios and ceilings, tables, Markdown, a plot."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from vllm_yoco import __version__
+from vllm_yoco.model_cost import Prefill, YocoCost, layer_rows
+from vllm_yoco.tools.report import Number, new_figure, percent, table
+
+if TYPE_CHECKING:
+    from vllm_yoco.tools.bench_engine import BenchEngine
+
+REFERENCE, AGAIN = "off", "off again"
+ALTERNATIVE, ALTERNATIVE_OFF = "Gemma 4, fast prefill", "Gemma 4"
+
+TIMES = {"decode": "median_itl_ms", "traffic": "duration"}
+"""The figure that a measurement compares; TTFT in all others."""
+TTFT = "median_ttft_ms"  # of one request, so there is but one
+
+PARTS = ("producers", "global_kv", "consumers", "logits", "sampling", "runner", "engine")
+
+
+def reference_of(name: str) -> str:
+    return ALTERNATIVE_OFF if name in (ALTERNATIVE, ALTERNATIVE_OFF) else REFERENCE
+
+
+def point(
+    head: dict[str, Any],
+    runs: Mapping[str, list[dict[str, Any]]],
+    parts: Mapping[str, dict[str, float]],
+    engines: Mapping[str, BenchEngine],
+    cost: YocoCost,
+) -> dict[str, Any]:
+    """Runs of one point with what follows from them.
+
+    ``speedup``: best time of the reference over best time of the series. ``paired``: median over rounds of the same
+    ratio within a round, which drift of the machine disturbs less. ``spread``: worst over best, less 1. ``noise``:
+    what ``paired`` and ``speedup`` of the reference against itself differ from 1 by, the larger.
+    """
+    figure = TIMES.get(head["measure"], TTFT)
+    times = {name: [run[figure] for run in found] for name, found in runs.items()}
+    series = {}
+    for name, found in times.items():
+        base = times[reference_of(name)]
+        series[name] = {
+            "best": min(found),
+            "median": median(found),
+            "spread": max(found) / min(found) - 1,
+            "speedup": min(base) / min(found),
+            "paired": median(b / f for b, f in zip(base, found, strict=True)),
+            "runs": runs[name],
+        }
+    again = series[AGAIN]
+    noise = max(abs(again["speedup"] - 1), abs(again["paired"] - 1))
+    return {
+        **head,
+        "figure": figure,
+        "series": series,
+        "noise": noise,
+        "parts": dict(parts),
+        "ceilings": {
+            name: found
+            for name, spec in engines.items()
+            if (found := _ceilings(head, name, spec, parts, cost)) is not None
+        },
+    }
+
+
+def _ceilings(
+    head: Mapping[str, Any], name: str, spec: BenchEngine, parts: Mapping[str, dict[str, float]], cost: YocoCost
+) -> dict[str, float | None] | None:
+    """Speed-ups that truncation can reach; None where nothing is truncated.
+
+    ``measured``: consumer layers take the share of their time that kept rows have of their FLOPs. ``flops``: as if
+    every FLOP took the same time. ``rows``: layer rows of ``off`` over its own, decode rows included.
+    """
+    mode, keep = ("compact", 1) if name == ALTERNATIVE else (spec.truncation, spec.keep_tokens)
+    if mode != "compact" or name == ALTERNATIVE_OFF or head["measure"] == "decode":
+        return None
+    chunk = head["chunk_tokens"]
+    # A step that holds several prompts cuts them elsewhere; the placeholders of these cuts are few.
+    kept = [Prefill(length, "compact", keep, chunk) for length in head["prompt_tokens"]]
+    full = [Prefill(length, chunk_tokens=chunk) for length in head["prompt_tokens"]]
+    decode = cost.topology.num_layers * (head["output_tokens"] - 1) * len(full)
+    rows = [sum(layer_rows(cost.topology, p) for p in prompts) + decode for prompts in (full, kept)]
+    flops = [[cost.of(p) for p in prompts] for prompts in (full, kept)]
+    totals = [sum(c.total_flops for c in costs) for costs in flops]
+    consumers = [sum(c.consumer_flops for c in costs) for costs in flops]
+    measured = None
+    if reference_of(name) in parts and head["measure"] != "traffic":
+        off = parts[reference_of(name)]
+        measured = off["total"] / (off["total"] - off["consumers"] * (1 - consumers[1] / consumers[0]))
+    if head["hit_tokens"]:
+        return None
+    return {"measured": measured, "flops": totals[0] / totals[1], "rows": rows[0] / rows[1]}
+
+
+def machine() -> dict[str, Any]:
+    """The machine, in words that say what it can do and not where it is."""
+    import torch
+
+    found: dict[str, Any] = {
+        "architecture": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": int(os.environ.get("OMP_NUM_THREADS", 0)) or torch.get_num_threads(),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+    }
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+# -- text ----------------------------------------------------------------------------------------------------------
+
+
+def summary(results: Mapping[str, Any]) -> str:
+    return "\n\n".join(text for _, text in sections(results))
+
+
+def sections(results: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Title and table of each measurement that was taken."""
+    points = results["points"]
+    found = [("Machine and engines", _heading(results))]
+    for measure, (title, render) in _TABLES.items():
+        chosen = [p for p in points if p["measure"] == measure]
+        if chosen:
+            found.append((title, render(chosen)))
+            timed = [p for p in chosen if p["parts"] and measure != "traffic"]
+            if timed:
+                found.append((f"{title}: time by part", _parts_table(timed)))
+    if results["memory"]:
+        found.append(("Memory", _memory_table(results["memory"])))
+    if results["steps"]:
+        found.append(("Preparation of a step", _steps_table(results["steps"])))
+    return found
+
+
+def _heading(results: Mapping[str, Any]) -> str:
+    m, engines = results["machine"], results["engines"]
+    device = m.get("gpu") or f"{m['cores']}-core {m['architecture']} CPU ({m['isa']}), {m['threads']} thread(s)"
+    facts = next(iter(engines.values()))
+    return (
+        f"{results['model']} on a {device}; {facts['dtype']}, model runner {facts['runner']},"
+        f" {', '.join(facts['backends'])}; torch {m['torch']};"
+        f" times are {'CPU time of the engine' if results['clock'] == 'cpu' else 'wall-clock time'}"
+    )
+
+
+def _spread(series: Mapping[str, Any]) -> Number:
+    return Number(f"+{series['spread']:.0%}")
+
+
+def _gain(value: float | None) -> Number | None:
+    return None if value is None else Number(f"{value:.2f}x")
+
+
+def _reached(p: Mapping[str, Any], name: str) -> Number | None:
+    ceiling = p["ceilings"].get(name, {}).get("measured")
+    return percent(p["series"][name]["speedup"] / ceiling) if ceiling else None
+
+
+def _ttft_table(points: Sequence[Mapping[str, Any]]) -> str:
+    rows = []
+    for p in points:
+        for name, s in p["series"].items():
+            ceilings = p["ceilings"].get(name, {})
+            rows.append(
+                (
+                    max(p["prompt_tokens"]),
+                    p["chunk_tokens"] or "all",
+                    p["hit_tokens"],
+                    name,
+                    Number(f"{s['best']:,.0f}"),
+                    Number(f"{s['median']:,.0f}"),
+                    _spread(s),
+                    _gain(s["speedup"]),
+                    _gain(s["paired"]),
+                    _gain(ceilings.get("measured")),
+                    _gain(ceilings.get("flops")),
+                    _reached(p, name),
+                )
+            )
+    headers = (
+        *("L", "chunk", "hit", "engine", "TTFT best, ms", "median", "spread", "speed-up", "paired"),
+        *("ceiling", "by FLOPs", "reached"),
+    )
+    return _render(headers, rows)
+
+
+def _render(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A table without the columns that say nothing: empty ones, and chunk and hit where none is used."""
+    kept = [
+        i
+        for i, header in enumerate(headers)
+        if any(row[i] is not None for row in rows)
+        and not (header == "hit" and not any(row[i] for row in rows))
+        and not (header == "chunk" and all(row[i] == "all" for row in rows))
+    ]
+    return table([headers[i] for i in kept], [[row[i] for i in kept] for row in rows])
+
+
+def _decode_table(points: Sequence[Mapping[str, Any]]) -> str:
+    rows = []
+    for p in points:
+        for name, s in p["series"].items():
+            runs = s["runs"]
+            rows.append(
+                (
+                    p["concurrency"],
+                    name,
+                    s["best"],
+                    s["median"],
+                    median(r["median_tpot_ms"] for r in runs),
+                    _spread(s),
+                    Number(f"{1 / s['paired'] - 1:+.1%}"),
+                    Number(f"{1 / s['speedup'] - 1:+.1%}"),
+                )
+            )
+    headers = (
+        *("batch", "engine", "ITL best, ms", "ITL median", "TPOT median", "spread", "vs off, paired", "vs off, best"),
+    )
+    return _render(headers, rows)
+
+
+def _traffic_table(points: Sequence[Mapping[str, Any]]) -> str:
+    rows = []
+    for p in points:
+        for name, s in p["series"].items():
+            best = min(s["runs"], key=lambda run: run["duration"])
+            ceiling = p["ceilings"].get(name, {}).get("rows")
+            rows.append(
+                (
+                    p["concurrency"],
+                    name,
+                    Number(f"{best['duration']:.1f}"),
+                    Number(f"{best['total_token_throughput']:,.0f}"),
+                    Number(f"{min(r['median_ttft_ms'] for r in s['runs']):,.0f}"),
+                    Number(f"{min(r['p99_itl_ms'] for r in s['runs']):,.0f}"),
+                    Number(f"{min(r['median_tpot_ms'] for r in s['runs']):,.0f}"),
+                    _spread(s),
+                    _gain(s["speedup"]),
+                    _gain(ceiling),
+                    percent(s["speedup"] / ceiling) if ceiling else None,
+                )
+            )
+    headers = (
+        *("requests", "engine", "duration, s", "tokens/s", "TTFT median, ms", "ITL p99", "TPOT median", "spread"),
+        *("gain", "by layer rows", "reached"),
+    )
+    return _render(headers, rows)
+
+
+def _parts_table(points: Sequence[Mapping[str, Any]]) -> str:
+    rows = []
+    for p in points:
+        for name, seconds in p["parts"].items():
+            shown = [Number(f"{seconds[part] * 1000:,.1f}") if part in seconds else None for part in PARTS]
+            rows.append(
+                (
+                    max(p["prompt_tokens"]),
+                    p["chunk_tokens"] or "all",
+                    p["concurrency"],
+                    name,
+                    *shown,
+                    Number(f"{seconds['total'] * 1000:,.0f}"),
+                )
+            )
+    return _render(("L", "chunk", "requests", "engine", *(f"{n.replace('_', ' ')}, ms" for n in PARTS), "total"), rows)
+
+
+def _memory_table(memory: Mapping[str, Any]) -> str:
+    rows, pools = [], []
+    for name, found in memory["engines"].items():
+        peak = found["peak"]
+        rows.append((name, _mb(peak["before"]), _mb(peak["peak"]), _mb(peak["peak"] - peak["before"])))
+        for chunk, a in found["admission"].items():
+            pools.append(
+                (
+                    int(chunk),
+                    name,
+                    a["pool_blocks"],
+                    a["admitted"],
+                    a["peak_blocks"],
+                    a["held_blocks"],
+                    _mb(a["peak_bytes"]),
+                    _mb(a["held_bytes"]),
+                )
+            )
+    length = memory["prompt_tokens"]
+    first = table(
+        ("engine", "before, MB", "peak, MB", "grown by, MB"),
+        rows,
+        f"Resident memory of one engine's process during a prefill of {length:,} tokens in one chunk",
+    )
+    second = table(
+        ("chunk", "engine", "pool blocks", "admitted", "peak blocks", "held blocks", "peak, MB", "held, MB"),
+        sorted(pools, key=lambda row: -row[0]),
+        f"Prompts of {length:,} tokens that one KV pool serves at once; blocks that one of them holds",
+    )
+    return f"{first}\n\n{second}"
+
+
+def _steps_table(steps: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        (s["engine"], s["kind"], s["requests"], s["prompt_tokens"], s["plugin"] * 1e3, s["builders"] * 1e3)
+        for s in steps
+    ]
+    return table(("engine", "step", "requests", "L", "plugin, ms", "vLLM's builders, ms"), rows)
+
+
+def _mb(size: int) -> Number:
+    return Number(f"{size / 1e6:,.1f}")
+
+
+_TABLES = {
+    "prefill": ("Prefill, one request, one chunk", _ttft_table),
+    "chunks": ("Chunked prefill", _ttft_table),
+    "hits": ("Prefix-cache hits", _ttft_table),
+    "alternative": ("KV-sharing fast prefill, the closest in stock vLLM", _ttft_table),
+    "decode": ("Decode", _decode_table),
+    "traffic": ("Concurrent requests of mixed lengths", _traffic_table),
+}
+
+
+# -- files ---------------------------------------------------------------------------------------------------------
+
+
+def write_report(folder: Path, results: Mapping[str, Any]) -> None:
+    """report.json, report.md and report.png. Raises OSError for a file that cannot be written."""
+    document = {"command": "bench", "version": __version__, **results}
+    (folder / "report.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    drawn = _plot(results, folder / "report.png")
+    text = "\n\n".join(f"## {title}\n\n```text\n{body}\n```" for title, body in sections(results))
+    picture = "\n\n![Speed-up over prompt length](report.png)" if drawn else ""
+    (folder / "report.md").write_text(f"# vllm-yoco bench: {results['model']}\n\n{text}{picture}\n", encoding="utf-8")
+
+
+def _plot(results: Mapping[str, Any], path: Path) -> bool:
+    """Speed-up over L beside its ceiling, and time by part; False without a prefill measurement."""
+    points = [p for p in results["points"] if p["measure"] == "prefill"]
+    if not points:
+        return False
+    figure = new_figure(2)
+    gains, shares = figure.subplots(1, 2)
+    lengths = [max(p["prompt_tokens"]) for p in points]
+    for name in points[0]["series"]:
+        if name == REFERENCE:
+            continue
+        style = "--" if name == AGAIN else "-"
+        gains.plot(lengths, [p["series"][name]["speedup"] for p in points], style, marker="o", markersize=4, label=name)
+    for name in points[0]["ceilings"]:
+        gains.plot(lengths, [p["ceilings"][name]["measured"] for p in points], ":", label=f"ceiling, {name}")
+    gains.set_xscale("log", base=2)
+    gains.set_xlabel("prompt tokens")
+    gains.set_ylabel("speed-up of TTFT over off")
+    gains.grid(True, alpha=0.3)
+    gains.legend(fontsize=8)
+    last = points[-1]["parts"]
+    bottom = [0.0] * len(last)
+    for part in PARTS:
+        heights = [seconds.get(part, 0.0) for seconds in last.values()]
+        shares.bar(list(last), heights, bottom=bottom, label=part.replace("_", " "))
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    shares.set_ylabel(f"seconds, L = {lengths[-1]:,}")
+    shares.legend(fontsize=8)
+    figure.suptitle(str(results["model"]), fontsize=10)
+    figure.savefig(path)
+    return True

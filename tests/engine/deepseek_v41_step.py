@@ -40,7 +40,13 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Rule:
-    """``mode``: stock, off, mask or compact. ``trim_any``: drop rows of tiny steps as well."""
+    """How the layers are served.
+
+    Attributes:
+        mode: stock, off, mask or compact. keep: K. boundary_swa: as the flag. builder: a name of ``swa_backend``.
+        trim_any: drop rows of tiny steps as well.
+        sub_batch_only: build nothing for the rows that drop, to save the interpreter's time; needs a step that trims.
+    """
 
     mode: str
     keep: int = 0
@@ -49,6 +55,7 @@ class Rule:
     builder: str = "flashmla"
     num_speculative_tokens: int = 0
     trim_any: bool = True
+    sub_batch_only: bool = False
 
 
 @dataclass
@@ -201,6 +208,13 @@ def make_state(rule: Rule, max_reqs: int = MAX_REQS) -> Any:
     return state
 
 
+class _NoBuilder:
+    supports_update_block_table = False
+
+    def build(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
 def _unused(*args: Any) -> Any:
     raise AssertionError("the layers do not run in these tests")
 
@@ -248,6 +262,9 @@ class Stepper:
     def __init__(self, rule: Rule, max_reqs: int = MAX_REQS) -> None:
         self.rule = rule
         self.state = make_state(rule, max_reqs)
+        if rule.sub_batch_only:
+            for group in self.state.groups[1]:
+                group.metadata_builders = [_NoBuilder()]
         # FlashMLA's planner needs its extension; the plan does not concern visibility.
         kinds = ("swaonly", "c4a", "c128a", "c1a", "c2a")
         from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadataBuilder
@@ -382,10 +399,10 @@ def read_back(metadata: Any, table: np.ndarray, positions: np.ndarray, rule: Rul
     )  # fmt: skip
     assert decode_rows + prefill_rows == count
     lens = [metadata.decode_swa_lens.numpy()[:decode_rows]]
-    indices = [metadata.decode_swa_indices.numpy()[:decode_rows].reshape(decode_rows, -1)]
+    indices = [metadata.decode_swa_indices.numpy()[:decode_rows].reshape(decode_rows, rule.window)]
     if prefill_rows:
         lens.append(metadata.prefill_swa_lens.numpy())
-        indices.append(metadata.prefill_swa_indices.numpy().reshape(prefill_rows, -1))
+        indices.append(metadata.prefill_swa_indices.numpy().reshape(prefill_rows, rule.window))
     length = np.concatenate(lens)
     paged = []
     flat = [row for part in indices for row in part]
@@ -472,6 +489,8 @@ def prepare_process() -> None:
     cache_utils._COMBINE_TOPK_SWA_NUM_WORKERS = 1
     if not hasattr(semantic.TritonSemantic, "_yoco_any_range"):
         semantic.TritonSemantic._yoco_any_range = True
+        # A debugging aid of the interpreter that takes most of its time.
+        semantic.TritonSemantic.binary_op_sanitize_overflow_impl = lambda *args, **kwargs: None
         original = semantic.TritonSemantic.arange
 
         def arange(self: Any, start: int, end: int, **kwargs: Any) -> Any:
@@ -489,3 +508,66 @@ def prepare_process() -> None:
 def steps(engines: Any, work: list[tuple[Rule, list[Chunk], int]]) -> list[Step]:
     prepare_process()
     return [run_step(rule, chunks, seed) for rule, chunks, seed in work]
+
+
+def recorded_steps(engines: Any, work: list[tuple[Rule, list[Chunk], int]]) -> list[Step]:
+    """Of the consumers only: recorded cases have no other layer."""
+    prepare_process()
+    return [run_step(rule, chunks, seed, (CONSUMER,)) for rule, chunks, seed in work]
+
+
+def graph_step(engines: Any, rule: Rule, chunks: list[Chunk], mode: str) -> Step:
+    """A step inside a CUDA graph of this mode, as far as the metadata are concerned."""
+    prepare_process()
+    return Stepper(rule).step(chunks, 5, mode=mode)
+
+
+def consecutive_steps(engines: Any, rule: Rule, batches: list[list[Chunk]]) -> list[Step]:
+    prepare_process()
+    stepper = Stepper(rule)
+    return [stepper.step(chunks, 7) for chunks in batches]
+
+
+def gathered_values(engines: Any, rule: Rule, chunks: list[Chunk]) -> dict[str, dict[str, np.ndarray]]:
+    """Positions that dequantize-and-gather fetches for each prefill, and those that it should."""
+    import torch
+    from vllm.models.deepseek_v41.common.ops.cache_utils import dequantize_and_gather_k_cache
+
+    prepare_process()
+    stepper = Stepper(rule)
+    batch, tables, slots = stepper._batch(chunks, 8)
+    from vllm.config import CUDAGraphMode
+
+    metadata = stepper.state.prepare_attn(
+        batch, CUDAGraphMode.NONE, tables, slots, stepper.state.groups, stepper.state.kv_config
+    )[CONSUMER]
+    num_blocks = int(tables[1].max()) + 1
+    # FlashMLA's record on SM90: 448 fp8 values, 64 bf16 values, then the scales of the whole page.
+    cache = torch.zeros(num_blocks, SWA_BLOCK, 584, dtype=torch.uint8)
+    pages = cache.view(num_blocks, -1)
+    rotary = pages[:, : SWA_BLOCK * 576].reshape(num_blocks, SWA_BLOCK, 576)[..., 448:].view(torch.bfloat16)
+    table = tables[1].numpy()
+    for request in range(len(chunks)):
+        for position in range(chunks[request].start + chunks[request].length):
+            block, offset = table[request, position // SWA_BLOCK], position % SWA_BLOCK
+            value = torch.full((64,), float(position), dtype=torch.bfloat16).view(torch.uint8)
+            pages[block, offset * 576 + 448 : offset * 576 + 576] = value
+    del rotary
+    gather, ends = metadata.prefill_gather_lens, metadata.prefill_seq_lens
+    first = metadata.num_decodes
+    out = torch.full((len(gather), int(gather.max()) + 2, 512), -1.0, dtype=torch.bfloat16)
+    dequantize_and_gather_k_cache(
+        out,
+        cache,
+        seq_lens=ends,
+        gather_lens=gather,
+        block_table=metadata.block_table[first:],
+        block_size=SWA_BLOCK,
+        offset=0,
+    )
+    result = {}
+    for row, (length, end) in enumerate(zip(gather.tolist(), ends.tolist(), strict=True)):
+        expected = np.full(out.shape[1], -1.0)
+        expected[:length] = np.arange(end - length, end)
+        result[f"request {row}"] = {"found": out[row, :, -1].float().numpy(), "expected": expected}
+    return result

@@ -14,6 +14,7 @@ whose SWA caches share one KV cache group. What comes out is read back through v
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -480,29 +481,24 @@ def read_back(metadata: Any, table: np.ndarray, positions: np.ndarray, rule: Rul
 
 def prepare_process() -> None:
     """Once per child: no pinned memory on a CPU, and block sizes that are no power of two (recorded cases)."""
-    from triton.language import semantic
+    import triton.language as tl
+    from triton.language import core, semantic
     from vllm.models.deepseek_v41.common.ops import cache_utils
     from vllm.v1.worker.gpu import buffer_utils
 
     buffer_utils.is_uva_available = lambda: False
     # Programs that share a request's rows; interpreted one after the other, one is as good as 128.
     cache_utils._COMBINE_TOPK_SWA_NUM_WORKERS = 1
-    if not hasattr(semantic.TritonSemantic, "_yoco_any_range"):
-        semantic.TritonSemantic._yoco_any_range = True
-        # A debugging aid of the interpreter that takes most of its time.
-        semantic.TritonSemantic.binary_op_sanitize_overflow_impl = lambda *args, **kwargs: None
-        original = semantic.TritonSemantic.arange
+    # A debugging aid of the interpreter that takes most of its time.
+    semantic.TritonSemantic.binary_op_sanitize_overflow_impl = lambda *args, **kwargs: None
+    # Recorded cases have windows that are no power of two. Only a compiler minds.
+    core.validate_block_shape = lambda shape: math.prod(shape)
 
-        def arange(self: Any, start: int, end: int, **kwargs: Any) -> Any:
-            width = end - start
-            if width & (width - 1) == 0:
-                return original(self, start, end, **kwargs)
-            import triton.language as tl
+    def arange(self: Any, start: int, end: int, **kwargs: Any) -> Any:
+        kind = tl.block_type(tl.int32, [end - start])
+        return self.tensor(self.builder.create_make_range(kind.to_ir(self.builder), start, end), kind)
 
-            ret_ty = tl.block_type(tl.int32, [width])
-            return self.tensor(self.builder.create_make_range(ret_ty.to_ir(self.builder), start, end), ret_ty)
-
-        semantic.TritonSemantic.arange = arange
+    semantic.TritonSemantic.arange = arange
 
 
 def steps(engines: Any, work: list[tuple[Rule, list[Chunk], int]]) -> list[Step]:

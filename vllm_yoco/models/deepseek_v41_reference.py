@@ -119,6 +119,10 @@ def parameter_shapes(config: V41Config) -> dict[str, tuple[int, ...]]:
     return shapes | {"norm.weight": (hidden,), "head.weight": (c.vocab_size, hidden)}
 
 
+def parameter_count(config: V41Config) -> int:
+    return sum(math.prod(shape) for shape in parameter_shapes(config).values())
+
+
 def random_state_dict(config: V41Config, seed: int = 0) -> dict[str, Tensor]:
     """Weights under which rows differ and every part contributes; not those of any trained model."""
     generator, weights = torch.Generator().manual_seed(seed), {}
@@ -234,22 +238,30 @@ def candidate_mask(scores: Tensor, num_keys: Tensor, blocks: int, block_size: in
     Args:
         num_keys: [T] keys that exist for each row.
     """
-    rows, width = scores.shape
+    width = scores.shape[1]
     count = -(-width // block_size)
     padded = F.pad(scores, (0, count * block_size - width), value=-math.inf)
     hidden = torch.arange(count * block_size) >= num_keys[:, None]
     best = padded.masked_fill(hidden, -math.inf).unflatten(1, (count, block_size)).amax(-1)
     newest = (num_keys - 1).div(block_size, rounding_mode="floor")
     best = best.masked_fill((torch.arange(count) == newest[:, None]) & (num_keys > 0)[:, None], math.inf)
-    top = best.topk(min(blocks, count), dim=-1)
-    chosen = torch.zeros(rows, count, dtype=torch.bool).scatter(1, top.indices, top.values > -math.inf)
+    chosen = _best(best, blocks)
     return chosen.repeat_interleave(block_size, 1)[:, :width] & ~hidden[:, :width]
 
 
 def select(scores: Tensor, allowed: Tensor, top_k: int) -> Tensor:
     """Bool [T, M]: the ``top_k`` best allowed keys of each row."""
-    top = scores.masked_fill(~allowed, -math.inf).topk(min(top_k, scores.shape[1]), dim=-1)
-    return torch.zeros_like(allowed).scatter(1, top.indices, top.values > -math.inf)
+    return _best(scores.masked_fill(~allowed, -math.inf), top_k)
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    """Bool: the ``count`` largest of each row above -inf; of equal ones (0 after ReLU is common) the first.
+
+    Which of equals are taken is nobody's rule, but here it must not depend on how many keys follow.
+    """
+    values, order = scores.sort(dim=-1, descending=True, stable=True)
+    chosen = values[:, :count] > -math.inf
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(1, order[:, :count], chosen)
 
 
 def attend(q: Tensor, keys: Tensor, visible: Tensor, sink: Tensor) -> Tensor:

@@ -47,8 +47,8 @@ def truncation_of(vllm_config: VllmConfig) -> Truncation | None:
     if kind == YOCO:
         if config.boundary_swa != "clipped":
             raise ValueError(
-                f"{flag_name('boundary_swa')}={config.boundary_swa}: is for DeepSeek-V4.1; in a model of type {YOCO} the"
-                " boundary layer is clipped as all consumers are. Leave the flag out."
+                f"{flag_name('boundary_swa')}={config.boundary_swa}: is for DeepSeek-V4.1; in a model of type {YOCO}"
+                " the boundary layer is clipped as all consumers are. Leave the flag out."
             )
         topology = hf_config.topology()
     elif kind == DEEPSEEK_V41 and config.is_given:

@@ -44,7 +44,8 @@ class Rule:
     """How the layers are served.
 
     Attributes:
-        mode: stock, off, mask or compact. keep: K. boundary_swa: as the flag. builder: a name of ``swa_backend``.
+        mode: stock, off, mask or compact. keep: K. max_backtracking: B, for the check of K.
+        boundary_swa: as the flag. builder: a name of ``swa_backend``.
         trim_any: drop rows of tiny steps as well.
         sub_batch_only: build nothing for the rows that drop, to save the interpreter's time; needs a step that trims.
     """
@@ -55,6 +56,7 @@ class Rule:
     boundary_swa: str = "clipped"
     builder: str = "flashmla"
     num_speculative_tokens: int = 0
+    max_backtracking: int = 1
     trim_any: bool = True
     sub_batch_only: bool = False
 
@@ -197,7 +199,7 @@ def make_state(rule: Rule, max_reqs: int = MAX_REQS) -> Any:
     if rule.mode in ("mask", "compact"):
         topology = LayerTopology(4, 2, (2,), (2, 3), rule.window)
         settings = YocoConfig(truncation=rule.mode, keep_tokens=rule.keep, boundary_swa=rule.boundary_swa)
-        truncation = resolve_truncation(settings, topology, max_backtracking=1)
+        truncation = resolve_truncation(settings, topology, max_backtracking=rule.max_backtracking)
         layers = [None, *(SimpleNamespace(attn=SimpleNamespace(swa_cache_layer=caches[name])) for name in names)]
         parts = install_bound(truncation, layers, range(1, 4), max_reqs, device)
         cls = truncating_state(DeepseekV41ModelState)

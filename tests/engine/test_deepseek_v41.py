@@ -57,6 +57,7 @@ def recorded_work(case: Case, builder: str = "flashmla") -> tuple[Rule, list[Chu
         given["keep"],
         given["window"],
         builder=builder,
+        max_backtracking=given["max_backtracking"],
         # A step of which no row drops has no sub-batch.
         sub_batch_only=given["mode"] == "compact" and any(case["out"]["clip_prefix"]),
     )

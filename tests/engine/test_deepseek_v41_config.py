@@ -238,7 +238,7 @@ def test_refused(
 def test_runner_v1_is_refused(stock: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     for mode in ("mask", "compact"):
-        with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER.*Model Runner V1"):
+        with pytest.raises(ValueError, match=r"VLLM_USE_V2_MODEL_RUNNER.*Model Runner V1"):
             startup.validate(with_settings(stock, truncation=mode))
 
 
@@ -268,7 +268,7 @@ def test_allowed_drafters(stock: VllmConfig) -> None:
 def test_boundary_swa_is_for_this_model_only(tmp_path: Path) -> None:
     from tests.engine.test_flags import engine_config, save
 
-    with pytest.raises(ValueError, match="--yoco-boundary-swa .*=open: is for DeepSeek-V4.1"):
+    with pytest.raises(ValueError, match=r"--yoco-boundary-swa .*=open: is for DeepSeek-V4\.1"):
         engine_config(save(tmp_path), additional_config={"yoco": {"truncation": "mask", "boundary_swa": "open"}})
 
 
@@ -460,3 +460,66 @@ def test_which_layers_are_bounded(stock: VllmConfig, boundary_swa: str, first: i
     assert bounded == list(range(first, 40)) and parts.clipped_prefixes == {f"layer {n}" for n in bounded}
     assert len({cache.backend_cls.full_cls_name() for cache in caches}) == 2
     assert caches[39].backend_cls.get_name() == DeepseekSparseSWAFlashMLABackend.get_name()
+
+
+# --- Prefix hits --------------------------------------------------------------------------------------------------
+
+
+def prefix_hit(config: VllmConfig, num_prompt_tokens: int, num_shared: int) -> tuple[int, int]:
+    """vLLM's scheduler on a prompt that shares its beginning with an earlier one.
+
+    Returns:
+        the first row that is computed, and ``replay_start``: below it no layer has window KV.
+    """
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec, SlidingWindowMLASpec
+    from vllm.v1.request import Request, RequestStatus
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    block = config.cache_config.block_size
+    latents = {"num_kv_heads": 1, "head_size": 512, "dtype": torch.uint8}
+    groups = [
+        KVCacheGroupSpec(["compressed"], MLAAttentionSpec(block_size=block, **latents)),
+        KVCacheGroupSpec(
+            ["window"],
+            SlidingWindowMLASpec(
+                block_size=32, sliding_window=128, bounded_replay=True, model_version="deepseek_v4", **latents
+            ),
+        ),
+    ]
+    cache = KVCacheConfig(num_blocks=2000, kv_cache_tensors=[], kv_cache_groups=groups)
+    config.cache_config.num_gpu_blocks = 2000
+    scheduler = Scheduler(config, cache, StructuredOutputManager(config), block, log_stats=False)
+    init_none_hash(sha256)
+    tokens = list(range(8000))
+
+    def request(name: str, prompt: list[int]) -> Request:
+        hasher = get_request_block_hasher(config.cache_config.hash_block_size or 32, sha256)
+        return Request(name, prompt, SamplingParams(max_tokens=4), None, block_hasher=hasher)
+
+    scheduler.add_request(request("first", tokens[:num_shared]))
+    scheduler.schedule()
+    scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+    scheduler.add_request(request("second", tokens[:num_shared] + tokens[-(num_prompt_tokens - num_shared) :]))
+    (new,) = scheduler.schedule().scheduled_new_reqs
+    assert new.prompt_len == num_prompt_tokens
+    return new.num_computed_tokens, new.replay_start
+
+
+@pytest.mark.parametrize("keep", [129, 140, 600])
+def test_the_last_k_rows_are_computed_after_a_prefix_hit(stock: VllmConfig, keep: int) -> None:
+    """A hit that would leave less is shortened by whole blocks: rows [L - K, L) are computed, all with window KV."""
+    length, block = 2100, stock.cache_config.block_size
+    start, replay_start = prefix_hit(with_settings(stock, truncation="compact", keep_tokens=keep), length, 2080)
+    assert start == replay_start <= length - keep
+    assert length - keep - start < block  # and no more than that is given up
+    # vLLM's own rule, and off, replay the last window of the longest hit, wherever the prompt ends.
+    for settings in ({}, {"truncation": "off"}):
+        assert prefix_hit(with_settings(stock, **settings), length, 2080) == (2048 - 128, 2048 - 128)
+    if keep > 140:
+        assert length - keep < 2048 - 128
+    # A hit that ends early enough is taken whole.
+    assert prefix_hit(with_settings(stock, truncation="compact", keep_tokens=keep), length, 1024) == (896, 896)

@@ -78,8 +78,8 @@ def check_replay(truncation: Truncation, model: Any, vllm_config: VllmConfig, cu
         reason = f"vLLM cuts the model at layer {cut}, and its first layer of ratio 1 is {topology.boundary}"
     elif model.start_layer > cut or model.end_layer < topology.num_layers:
         reason = (
-            f"this pipeline stage holds layers {model.start_layer}..{model.end_layer - 1}, and the one with the boundary"
-            f" {cut} must hold every layer after it"
+            f"this pipeline stage holds layers {model.start_layer}..{model.end_layer - 1}, and the one with the"
+            f" boundary {cut} must hold every layer after it"
         )
     elif model.use_sequence_parallel:
         reason = "sequence parallelism spreads a step's rows over ranks"

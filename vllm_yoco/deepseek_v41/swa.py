@@ -19,13 +19,12 @@ from typing import Any
 
 import torch
 from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
-from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.attention.backends.mla.sparse_swa import (
     DeepseekSparseSWAMetadata,
     DeepseekSparseSWAMetadataBuilder,
     DeepseekV4SWACache,
 )
-from vllm.v1.attention.backends.utils import subclass_attention_backend
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID, subclass_attention_backend
 
 
 class ConsumerBound:

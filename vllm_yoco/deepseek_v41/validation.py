@@ -54,8 +54,8 @@ def _runner_v1(vllm_config: VllmConfig, truncation: Truncation) -> str | None:
     if vllm_config.use_v2_model_runner:
         return None
     return (
-        "VLLM_USE_V2_MODEL_RUNNER: DeepSeek-V4.1 runs on Model Runner V1 here, which has no place for the lower bound of"
-        " each request. Set it to 1 (V2 needs Triton, and none of the features that vLLM's log names)."
+        "VLLM_USE_V2_MODEL_RUNNER: DeepSeek-V4.1 runs on Model Runner V1 here, which has no place for the lower bound"
+        " of each request. Set it to 1 (V2 needs Triton, and none of the features that vLLM's log names)."
     )
 
 
@@ -105,8 +105,8 @@ def _sequence_parallel(vllm_config: VllmConfig, truncation: Truncation) -> str |
         return None
     parallel = vllm_config.parallel_config
     return (
-        f"--enable-expert-parallel=True with --tensor-parallel-size={parallel.tensor_parallel_size}: vLLM then spreads a"
-        " step's rows over ranks (sequence parallelism), and the kept rows are all at the end. Leave expert"
+        f"--enable-expert-parallel=True with --tensor-parallel-size={parallel.tensor_parallel_size}: vLLM then spreads"
+        " a step's rows over ranks (sequence parallelism), and the kept rows are all at the end. Leave expert"
         " parallelism out, choose a --moe-backend without it, or use --yoco-truncation mask."
     )
 

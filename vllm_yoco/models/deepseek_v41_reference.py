@@ -55,8 +55,8 @@ class V41Config:
         layers = read_deepseek_topology(text)
         if layers.engram_layers:
             raise ValueError(
-                f"engram_layer_ids={list(layers.engram_layers)}: the float32 reference has no Engram layers. Remove them"
-                " from the config; below the boundary they do not interact with truncation."
+                f"engram_layer_ids={list(layers.engram_layers)}: the float32 reference has no Engram layers. Remove"
+                " them from the config; below the boundary they do not interact with truncation."
             )
         return cls(text, layers)
 
@@ -405,7 +405,8 @@ class DenseV41:
     ) -> tuple[Tensor, Tensor]:
         """Layer ``n`` on positions ``rows``, of which it computes ``keep`` after publishing the KV of all."""
         config = self.config
-        w = {name.removeprefix(f"layers.{n}."): t for name, t in self.weights.items() if name.startswith(f"layers.{n}.")}
+        prefix = f"layers.{n}."
+        w = {name.removeprefix(prefix): t for name, t in self.weights.items() if name.startswith(prefix)}
         mix = {"rms_eps": config.rms_norm_eps, "eps": config.hc_eps, "iterations": config.hc_sinkhorn_iters}
 
         attn_in = rms_norm(collapse(streams, pre), w["attn_norm.weight"], config.rms_norm_eps)

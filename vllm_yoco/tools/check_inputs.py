@@ -85,7 +85,7 @@ def read_deepseek_v41(name: str) -> V41Config | None:
     from vllm_yoco.models.deepseek_v41_reference import V41Config, parameter_count  # loads torch
 
     if folder.is_dir() and any(folder.glob("*.safetensors")):
-        raise ValueError(f"{name}: weights of DeepSeek-V4.1 are not read, only random ones tried. Name its config.json.")
+        raise ValueError(f"{name}: weights of DeepSeek-V4.1 are not read, only random ones made. Name the config.json.")
     try:
         read = V41Config.read(config)
         count = parameter_count(read)

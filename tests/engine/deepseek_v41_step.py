@@ -274,7 +274,15 @@ class Stepper:
 
         DeepseekSparseSWAMetadataBuilder.build_tile_scheduler = lambda self, n: dict.fromkeys(kinds)  # type: ignore
 
-    def step(self, chunks: list[Chunk], seed: int = 0, layers: tuple[str, ...] = (), mode: str = "NONE") -> Step:
+    def step(
+        self,
+        chunks: list[Chunk],
+        seed: int = 0,
+        layers: tuple[str, ...] = (),
+        mode: str = "NONE",
+        padding: tuple[int, int] = (0, 0),
+    ) -> Step:
+        """``padding``: requests and rows that fill a FULL graph; the rows come last and must see nothing."""
         from unittest.mock import patch
 
         from vllm.config import CUDAGraphMode
@@ -283,13 +291,15 @@ class Stepper:
 
         state, rule = self.state, self.rule
         batch, tables, slots = self._batch(chunks, seed)
+        if padding[1]:
+            batch, tables, slots = self._pad(batch, tables, slots, *padding)
         trim = rows.boundary_may_trim
         with patch.object(rows, "boundary_may_trim", (lambda *_: True) if rule.trim_any else trim):
             metadata = state.prepare_attn(
                 batch, CUDAGraphMode[mode], tables, slots, state.groups, state.kv_config
             )
         replay = state.decoder_replay_layers and state.decoder_replay_layers.replay_batch
-        kept_rows = np.arange(batch.num_tokens)
+        kept_rows = np.arange(batch.num_tokens_after_padding)
         kept_slots, kept_metadata = slots.numpy(), metadata
         cu_rows = batch.query_start_loc_np[: len(chunks) + 1]
         if replay is not None:
@@ -319,6 +329,23 @@ class Stepper:
                 rule,
             )
         return result
+
+    def _pad(self, batch: Any, tables: Any, slots: Any, num_reqs: int, num_rows: int) -> tuple[Any, Any, Any]:
+        """As vLLM pads a batch to the size of its graph: empty requests, rows without a cell."""
+        import torch
+        from torch.nn.functional import pad
+
+        batch.num_reqs_after_padding += num_reqs
+        batch.num_tokens_after_padding += num_rows
+        total = batch.num_tokens
+        batch.query_start_loc_np = np.pad(batch.query_start_loc_np, (0, num_reqs), constant_values=total)
+        batch.query_start_loc = torch.from_numpy(batch.query_start_loc_np.copy())
+        batch.seq_lens = pad(batch.seq_lens, (0, num_reqs))
+        batch.seq_lens_cpu_upper_bound = batch.seq_lens.clone()
+        batch.positions = pad(batch.positions, (0, num_rows))
+        batch.max_query_len = int(batch.num_scheduled_tokens.max())
+        tables = tuple(pad(table, (0, 0, 0, num_reqs)) for table in tables)
+        return batch, tables, pad(slots, (0, num_rows), value=-1)
 
     def _batch(self, chunks: list[Chunk], seed: int) -> tuple[Any, tuple[Any, ...], Any]:
         """InputBatch, block tables and slot mappings; physical blocks are random and each is used once."""
@@ -515,9 +542,11 @@ def recorded_steps(engines: Any, work: list[tuple[Rule, list[Chunk], int]]) -> l
 
 
 def graph_step(engines: Any, rule: Rule, chunks: list[Chunk], mode: str) -> Step:
-    """A step inside a CUDA graph of this mode, as far as the metadata are concerned."""
+    """A step inside a CUDA graph of this mode, as far as the metadata are concerned; an earlier one left bounds."""
     prepare_process()
-    return Stepper(rule).step(chunks, 5, mode=mode)
+    stepper = Stepper(rule)
+    stepper.step([Chunk(60, 0, 20)] * 4, 4, (CONSUMER,))
+    return stepper.step(chunks, 5, mode=mode, padding=(2, 5))
 
 
 def consecutive_steps(engines: Any, rule: Rule, batches: list[list[Chunk]]) -> list[Step]:

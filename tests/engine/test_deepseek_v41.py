@@ -189,9 +189,12 @@ def test_tiny_steps_and_graphs_skip_trimming_and_show_the_same(process: RunnerPr
     assert not whole.trimmed and trimmed.trimmed
     graph = process.call(v41.graph_step, Rule("compact", KEEP, WINDOW), chunks, "FULL")
     assert not graph.trimmed
+    padding = graph.layers[CONSUMER].paged[len(whole.rows) :]
+    assert (padding[:, 0] > padding[:, 1]).all() and len(padding) == 5
     visible = dict(zip(trimmed.positions.tolist(), trimmed.layers[CONSUMER].paged.tolist(), strict=True))
     for step in (whole, graph):
-        seen = dict(zip(step.positions.tolist(), step.layers[CONSUMER].paged.tolist(), strict=True))
+        rows = slice(0, len(whole.rows))
+        seen = dict(zip(step.positions[rows].tolist(), step.layers[CONSUMER].paged[rows].tolist(), strict=True))
         assert {position: seen[position] for position in visible} == visible
 
 

@@ -58,8 +58,9 @@ def recorded_work(case: Case, builder: str = "flashmla") -> tuple[Rule, list[Chu
         given["window"],
         builder=builder,
         max_backtracking=given["max_backtracking"],
-        # A step of which no row drops has no sub-batch.
-        sub_batch_only=given["mode"] == "compact" and any(case["out"]["clip_prefix"]),
+        # A step of which no row drops, and that has no placeholder, has no sub-batch.
+        sub_batch_only=given["mode"] == "compact"
+        and any(c.start < c.prompt - given["keep"] for c in chunks),
     )
     return rule, chunks, int(case["id"][-4:])
 

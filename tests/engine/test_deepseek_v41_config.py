@@ -38,7 +38,8 @@ def plugins() -> None:
 
 
 @pytest.fixture(autouse=True)
-def runner_v2(monkeypatch: pytest.MonkeyPatch) -> None:
+def runner_v2(stock: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runner is asked for when it is needed; a configuration that names V2 cannot be made without Triton."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
 
 
@@ -64,9 +65,7 @@ def engine_args(model: str, **kwargs: Any) -> EngineArgs:
 @pytest.fixture(scope="module")
 def stock(model: str) -> VllmConfig:
     """The engine's configuration without any setting of ours."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-        return engine_args(model).create_engine_config()
+    return engine_args(model).create_engine_config()
 
 
 def with_settings(config: VllmConfig, changes: dict[str, Any] | None = None, **settings: Any) -> VllmConfig:
@@ -139,13 +138,15 @@ def test_start_up_line(stock: VllmConfig) -> None:
         assert part in line
 
 
-def test_flags_reach_the_configuration(model: str) -> None:
-    config = engine_args(
-        model, yoco_truncation="mask", yoco_boundary_swa="open", yoco_keep_tokens=300
-    ).create_engine_config()
-    truncation = truncation_of(config)
+def test_flags_reach_the_configuration(model: str, stock: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+    flags = {"yoco_truncation": "off", "yoco_boundary_swa": "open", "yoco_keep_tokens": 300}
+    truncation = truncation_of(engine_args(model, **flags).create_engine_config())
     assert truncation is not None
-    assert (truncation.mode, truncation.keep_tokens, truncation.boundary_swa) == ("mask", 300, "open")
+    assert (truncation.mode, truncation.keep_tokens, truncation.boundary_swa) == ("off", 300, "open")
+    if not stock.use_v2_model_runner:  # no Triton here: vLLM takes runner V1, and no engine is started with a mode
+        with pytest.raises(ValueError, match="Model Runner V1"):
+            engine_args(model, **(flags | {"yoco_truncation": "compact"})).create_engine_config()
 
 
 # --- Refused ------------------------------------------------------------------------------------------------------
@@ -265,9 +266,10 @@ def test_allowed_drafters(stock: VllmConfig) -> None:
         startup.validate(with_settings(stock, {"speculative_config": speculative}, truncation="compact"))
 
 
-def test_boundary_swa_is_for_this_model_only(tmp_path: Path) -> None:
+def test_boundary_swa_is_for_this_model_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.engine.test_flags import engine_config, save
 
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
     with pytest.raises(ValueError, match=r"--yoco-boundary-swa .*=open: is for DeepSeek-V4\.1"):
         engine_config(save(tmp_path), additional_config={"yoco": {"truncation": "mask", "boundary_swa": "open"}})
 

@@ -25,8 +25,8 @@ pytestmark = pytest.mark.skipif(
 
 Rows = list[tuple[str, np.ndarray, np.ndarray, float]]
 EPS = 1e-6
-BF16, FP8 = 2**-7, 2**-3
-"""Relative rounding steps, with room for two roundings."""
+BF16 = 2**-7
+"""Relative rounding step, with room for two roundings."""
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +160,11 @@ def index_keys(engines: Any) -> Rows:
         values = page[: 16 * 128].view(torch.float8_e4m3fn).view(16, 128)[:count].float()
         scales = page[16 * 128 :].view(torch.float32)[:count]
         mine = ours.rms_norm(keys[ratio - 1 :: ratio].float(), weight.bfloat16().float(), EPS)
-        found.append(row(f"ratio {ratio}", ours.rotate(mine, angle[::ratio]), values * scales[:, None], FP8))
+        # By direction: the interpreter's conversion to fp8 loses the carry of a rounding now and then.
+        like = torch.cosine_similarity(ours.rotate(mine, angle[::ratio]), values * scales[:, None])
+        unlike = torch.cosine_similarity(mine, values * scales[:, None])[1:]
+        found.append(row(f"ratio {ratio}", torch.ones(count), like, 0.01))
+        found.append(row(f"ratio {ratio}, not rotated", torch.ones(()), (unlike < 0.95).all(), 0.0))
     return found
 
 
@@ -251,7 +255,7 @@ def transformers_v4(engines: Any) -> Rows:
     found: Rows = []
     q, keys, sink = normal(6, 4, 16), normal(10, 16, seed=1), normal(4, seed=2)
     visible = torch.arange(10) <= torch.arange(6)[:, None] + 3
-    module = SimpleNamespace(sinks=sink, num_key_value_groups=4)
+    module = SimpleNamespace(sinks=sink, num_key_value_groups=4, training=False)
     out, _ = theirs.eager_attention_forward(
         module, q.transpose(0, 1)[None], keys[None, None], keys[None, None],
         torch.zeros(6, 10).masked_fill(~visible, -torch.inf)[None, None], 16**-0.5,

@@ -125,13 +125,15 @@ class TruncatingStateMixin:
         start = input_batch.num_computed_tokens_np[:num_reqs]
         bounds = self._bounds(input_batch)
         kept_lens = rows.kept_lens(query_lens, start, bounds)
+        placeholders = rows.placeholders(query_lens, start, bounds)
         if capture_desc is None and _is_dummy(input_batch, query_lens):
             # An idle data-parallel rank's batch: nothing reads it, one row takes part in the collectives.
             kept_lens = np.zeros_like(kept_lens)
             kept_lens[0] = 1
             needed = False
         else:
-            needed = bool((kept_lens < query_lens).any()) and rows.boundary_may_trim(
+            # A chunk of one row may be a placeholder without any row dropping: then only its slot differs.
+            needed = (bool((kept_lens < query_lens).any()) or len(placeholders) > 0) and rows.boundary_may_trim(
                 input_batch.num_tokens_after_padding, layers.window, MHC_OVERLAP_MAX_TOKENS
             )
         needed |= forced
@@ -157,9 +159,7 @@ class TruncatingStateMixin:
             dp_metadata = DPMetadata.make(self.vllm_config.parallel_config, num_padded, dp_tokens)
 
         kept_batch, kept_slots = self._kept_input_batch(input_batch, slot_mappings, replay_start, kept_lens, num_padded)
-        self._blank_placeholders(
-            kept_batch, kept_slots, rows.placeholders(query_lens, start, bounds), kv_cache_config
-        )
+        self._blank_placeholders(kept_batch, kept_slots, placeholders, kv_cache_config)
         if self._replay_attn_groups is None:
             # vLLM drops this when captures are profiled with groups of their own.
             self._replay_attn_groups = (self._copy_attn_groups(attn_groups, layers.metadata_prefixes), [])

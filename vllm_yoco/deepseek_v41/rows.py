@@ -26,8 +26,8 @@ def lower_bounds(
 
 def kept_lens(query_lens: IntArray, start: IntArray, bounds: IntArray) -> IntArray:
     """[R] rows that the consumer layers run on: the last ones of each chunk, at least one."""
-    dropped: IntArray = np.clip(bounds - start, 0, query_lens - 1)
-    return query_lens - dropped
+    kept: IntArray = query_lens - np.clip(bounds - start, 0, query_lens - 1)
+    return kept
 
 
 def placeholders(query_lens: IntArray, start: IntArray, bounds: IntArray) -> IntArray:

@@ -34,10 +34,12 @@ def install() -> None:
             from vllm_yoco.connectors import ExternalHitCap
             from vllm_yoco.kv_cache import NoBlocksForDroppedRows, PrefixHitCap
 
-            cap = PrefixHitCap(self.kv_cache_manager, truncation.keep_tokens, counts=self.log_stats)
+            # On DeepSeek-V4.1 vLLM recomputes the last W rows of a hit, so that a hit may reach W further.
+            keep = truncation.keep_tokens - self.prefix_replay_tokens
+            cap = PrefixHitCap(self.kv_cache_manager, keep, counts=self.log_stats)
             NoBlocksForDroppedRows(self.kv_cache_manager, functools.partial(_first_kept, self, truncation))
             if self.connector is not None:
-                ExternalHitCap(self.connector, truncation.keep_tokens, self.block_size, cap)
+                ExternalHitCap(self.connector, keep, self.block_size, cap)
             if self.log_stats:
                 _count_steps(self, truncation, cap)
 

@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from vllm_yoco.config import CONFIG_KEY, Mode, PromptLogprobsPolicy, YocoConfig, flag_name
+from vllm_yoco.config import CONFIG_KEY, BoundarySwa, Mode, PromptLogprobsPolicy, YocoConfig, flag_name
 from vllm_yoco.plugins import check_plugins
 
 GROUP = "yoco"
@@ -51,6 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="What to do with a request for prompt_logprobs, which rows that are not computed do not have."
         " drop: serve it without them. reject: refuse it. full: keep every row of this request."
         " Default: drop.",
+    )
+    group.add_argument(
+        "--yoco-boundary-swa",
+        action=_Setting,
+        field="boundary_swa",
+        metavar=_choice(get_args(BoundarySwa)),
+        help="DeepSeek-V4.1 only: the sliding window of the boundary layer, which has the window KV of every row."
+        " clipped: it ends at the kept rows, as in the layers above. open: it does not. Default: clipped.",
     )
     group.add_argument(
         "--plugin",

@@ -14,6 +14,7 @@ from vllm_yoco.topology import LayerTopology
 Mode = Literal["off", "mask", "compact"]
 PromptLogprobsPolicy = Literal["drop", "reject", "full"]
 KeepTokens = int | Literal["min", "exact"]
+BoundarySwa = Literal["clipped", "open"]
 
 CONFIG_KEY = "yoco"
 """Key of the plugin's settings in vLLM's ``additional_config``."""
@@ -40,6 +41,8 @@ class YocoConfig(BaseModel):
         keep_tokens: K, the last prompt rows that consumers run on: a number, ``min`` (W + B) or ``exact``
             (the smallest lossless K).
         prompt_logprobs: what happens to a request that asks for prompt log-probabilities.
+        boundary_swa: the boundary layer's own SWA on DeepSeek-V4.1, whose window KV exists for every row:
+            ``clipped`` at s_keep like that of the other consumers, or ``open``.
         plugins: names given with ``--plugin``; each must be loaded in every process.
     """
 
@@ -48,7 +51,13 @@ class YocoConfig(BaseModel):
     truncation: Mode = "off"
     keep_tokens: KeepTokens = "min"
     prompt_logprobs: PromptLogprobsPolicy = "drop"
+    boundary_swa: BoundarySwa = "clipped"
     plugins: tuple[str, ...] = ()
+
+    @property
+    def is_given(self) -> bool:
+        """Whether a mode was named at all: on DeepSeek-V4.1 ``off`` is not what vLLM does by itself."""
+        return "truncation" in self.model_fields_set
 
     @field_validator("keep_tokens", mode="before")
     @classmethod
@@ -89,6 +98,7 @@ def _explain(field: str, value: object) -> str:
         "truncation": f"must be one of {', '.join(get_args(Mode))}.",
         "keep_tokens": "must be a positive number of tokens, min or exact.",
         "prompt_logprobs": f"must be one of {', '.join(get_args(PromptLogprobsPolicy))}.",
+        "boundary_swa": f"must be one of {', '.join(get_args(BoundarySwa))}.",
         "plugins": "must be a list of plugin names.",
     }
     if field == "keep_tokens" and str(value).strip().isdecimal() and int(str(value)) > MAX_KEEP_TOKENS:
@@ -108,6 +118,7 @@ class Truncation:
         exact_keep_tokens: the smallest lossless K, in rows.
         max_backtracking: B = speculative tokens + 1.
         prompt_logprobs: policy for requests that ask for prompt log-probabilities.
+        boundary_swa: whether the boundary layer's own SWA is clipped at s_keep.
     """
 
     mode: Mode
@@ -118,6 +129,7 @@ class Truncation:
     max_backtracking: int
     prompt_logprobs: PromptLogprobsPolicy
     topology: LayerTopology
+    boundary_swa: BoundarySwa = "clipped"
 
     @property
     def active(self) -> bool:
@@ -144,7 +156,11 @@ def resolve_truncation(config: YocoConfig, topology: LayerTopology, *, max_backt
     """
     window = topology.consumer_window
     least = minimum_keep_tokens(window, max_backtracking)
-    exact = exact_keep_tokens(window, max_backtracking, len(topology.swa_layers), topology.swa_share_hidden)
+    # A boundary layer that sees its whole window adds nothing to the depth of clipped layers.
+    num_clipped = sum(
+        layer != topology.boundary or config.boundary_swa == "clipped" for layer in topology.swa_layers
+    )
+    exact = max(least, exact_keep_tokens(window, max_backtracking, num_clipped, topology.swa_share_hidden))
     if config.truncation != "off" and topology.num_consumers == 0:
         raise ValueError(
             f"{flag_name('truncation')}={config.truncation}: the model has no consumer layers"
@@ -171,4 +187,5 @@ def resolve_truncation(config: YocoConfig, topology: LayerTopology, *, max_backt
         max_backtracking=max_backtracking,
         prompt_logprobs=config.prompt_logprobs,
         topology=topology,
+        boundary_swa=config.boundary_swa,
     )

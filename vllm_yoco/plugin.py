@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 ARCHITECTURE = "YocoForCausalLM"
 MODEL_CLASS = "vllm_yoco.models.yoco:YocoForCausalLM"
 
+DEEPSEEK_V41_ARCHITECTURE = "DeepseekV41ForCausalLM"
+DEEPSEEK_V41_MODEL_CLASS = "vllm_yoco.deepseek_v41.model:DeepseekV41ForCausalLM"
+"""In place of vLLM's class of this name, which it derives from and equals unless a mode is given."""
+
 PATCHES = {
     "completion_serving": "vllm.entrypoints.openai.completion.serving",
     "engine_args": "vllm.engine.arg_utils",
@@ -50,6 +54,7 @@ def register() -> None:
 
     AutoConfig.register(YocoModelConfig.model_type, YocoModelConfig, exist_ok=True)
     ModelRegistry.register_model(ARCHITECTURE, MODEL_CLASS)
+    ModelRegistry.register_model(DEEPSEEK_V41_ARCHITECTURE, DEEPSEEK_V41_MODEL_CLASS)
     for patch in PATCHES:
         _when_imported(patch)
     compat.mark_active()

@@ -6,12 +6,13 @@ nothing but settings that mean nothing.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm_yoco import compat, counters
 from vllm_yoco.config import Truncation, YocoConfig, flag_name, flag_of
-from vllm_yoco.engine_config import truncation_of, yoco_config_of
+from vllm_yoco.engine_config import DEEPSEEK_V41, YOCO, model_type_of, truncation_of, yoco_config_of
 from vllm_yoco.plugins import check_plugins
 from vllm_yoco.topology import check_draft_targets, check_engram_layers
 
@@ -43,21 +44,40 @@ def validate(vllm_config: VllmConfig, process: str = "front end") -> None:
         RuntimeError: this vLLM is not one that the plugin works with.
     """
     check_settings(vllm_config.additional_config, process)
-    config = yoco_config_of(vllm_config)
-    if config.truncation == "off":
+    config, is_v41 = yoco_config_of(vllm_config), model_type_of(vllm_config) == DEEPSEEK_V41
+    # On DeepSeek-V4.1 off is no absence: it takes vLLM's own trimming away.
+    if config.truncation == "off" and not (is_v41 and config.is_given):
         return
     truncation = truncation_of(vllm_config)
     if truncation is None:
         model = vllm_config.model_config
         raise ValueError(
             f"{flag_name('truncation')}={config.truncation}: vllm-yoco does not serve the model {model.model},"
-            f" whose model_type is {model.hf_config.model_type}: it must be yoco. Use --yoco-truncation off."
+            f" whose model_type is {model.hf_config.model_type}: it must be {YOCO} or {DEEPSEEK_V41}."
+            " Use --yoco-truncation off."
         )
-    check_placement(truncation, vllm_config.model_config.hf_config)
-    for refusal in _REFUSALS:
+    refusals: tuple[Callable[[VllmConfig], str | None], ...] = _REFUSALS_OF_YOCO
+    if is_v41:
+        from vllm_yoco.deepseek_v41 import validation
+
+        compat.require_active(process)
+        validation.check_platform(truncation)
+        if not truncation.active:
+            return
+        validation.check_placement(vllm_config, truncation)
+        refusals = tuple(functools.partial(_with, refusal, truncation) for refusal in validation.REFUSALS)
+    else:
+        check_placement(truncation, vllm_config.model_config.hf_config)
+    for refusal in (*_REFUSALS, *refusals):
         problem = refusal(vllm_config)
         if problem:
             raise ValueError(f"{problem} (--yoco-truncation is {config.truncation}.)")
+
+
+def _with(
+    refusal: Callable[[VllmConfig, Truncation], str | None], truncation: Truncation, vllm_config: VllmConfig
+) -> str | None:
+    return refusal(vllm_config, truncation)
 
 
 def check_placement(truncation: Truncation, hf_config: object) -> None:
@@ -92,7 +112,9 @@ def describe(truncation: Truncation, vllm_config: VllmConfig) -> str:
     if not truncation.active:
         idle = yoco_config_of(vllm_config).model_fields_set - {"truncation", "plugins"}
         without_effect = f"; without effect: {', '.join(sorted(map(flag_of, idle)))}" if idle else ""
-        return f"YOCO truncation off: {layers}{without_effect}"
+        rows = "; every row is computed (vLLM's trimming of the decoder is off)"
+        untrimmed = rows if model_type_of(vllm_config) == DEEPSEEK_V41 else ""
+        return f"YOCO truncation off: {layers}{untrimmed}{without_effect}"
     chosen = "given" if truncation.keep_tokens_rule == "given" else f"rule {truncation.keep_tokens_rule}"
     lossless = "lossless" if truncation.lossless else f"approximate (lossless from K={truncation.exact_keep_tokens})"
     parts = [
@@ -107,7 +129,13 @@ def describe(truncation: Truncation, vllm_config: VllmConfig) -> str:
         parts.append(f"prefill layer rows removed: {', '.join(shares)}")
     else:
         parts.append("every row is computed, nothing is saved")
-    parts.append(_kv_bytes(truncation, vllm_config.model_config.hf_config, _kv_itemsize(vllm_config)))
+    if model_type_of(vllm_config) == DEEPSEEK_V41:
+        from vllm_yoco.deepseek_v41.validation import describe_kv
+
+        parts.append(describe_kv(vllm_config.model_config.hf_config))
+        parts.append(f"boundary SWA {truncation.boundary_swa}")
+    else:
+        parts.append(_kv_bytes(truncation, vllm_config.model_config.hf_config, _kv_itemsize(vllm_config)))
     parts.append(f"prompt_logprobs: {truncation.prompt_logprobs}")
     return "; ".join(parts)
 
@@ -247,12 +275,15 @@ _REFUSALS: tuple[Callable[[VllmConfig], str | None], ...] = (
     _hybrid_kv_cache,
     _decode_context_parallel,
     _prefill_context_parallel,
-    _pipeline_parallel,
-    _tensor_parallel,
     _microbatching,
     _kv_sharing_fast_prefill,
-    _drafts,
-    _lora,
     _prompt_embeds,
     _runner,
 )
+_REFUSALS_OF_YOCO: tuple[Callable[[VllmConfig], str | None], ...] = (
+    _pipeline_parallel,
+    _tensor_parallel,
+    _drafts,
+    _lora,
+)
+"""What the ``yoco`` family adds; DeepSeek-V4.1 has its own (``deepseek_v41/validation.py``)."""

@@ -374,5 +374,11 @@ def test_flags_join_a_group_of_their_own() -> None:
     groups = [group for group in parser._action_groups if group.title == "yoco"]
     assert len(groups) == 1
     options = [option for action in groups[0]._group_actions for option in action.option_strings]
-    assert options == ["--yoco-truncation", "--yoco-keep-tokens", "--yoco-prompt-logprobs", "--plugin"]
+    assert options == [
+        "--yoco-truncation",
+        "--yoco-keep-tokens",
+        "--yoco-prompt-logprobs",
+        "--yoco-boundary-swa",
+        "--plugin",
+    ]
     assert all(action.default is argparse.SUPPRESS for action in groups[0]._group_actions)

@@ -154,3 +154,22 @@ def test_removed_share_counts_rows(num_prompt_tokens: int, keep: int) -> None:
 def test_off_is_lossless_whatever_k() -> None:
     t = resolve(OWN, truncation="off", keep_tokens=1)
     assert t.lossless and not t.active and t.removed_share(1000) == 0
+
+
+def test_an_open_boundary_is_one_clipped_layer_less() -> None:
+    """Its own window is whole, so that exact needs W - 1 rows fewer; the minimum is that of the layers above."""
+    boundary_too = LayerTopology(8, 4, (4,), (4, 5, 6, 7), W)
+    clipped, opened = (resolve(boundary_too, keep_tokens="exact", boundary_swa=s) for s in ("clipped", "open"))
+    assert clipped.keep_tokens - opened.keep_tokens == W - 1
+    assert clipped.minimum_keep_tokens == opened.minimum_keep_tokens == W + 1
+    # No layer is clipped at all: nothing changes from the minimum on.
+    assert resolve(LayerTopology(8, 4, (4,), (4,), W), keep_tokens="exact", boundary_swa="open").keep_tokens == W + 1
+    # The boundary has no window to open.
+    assert resolve(ONE_SWA, keep_tokens="exact", boundary_swa="open").keep_tokens == W + 1
+
+
+def test_a_mode_is_given_or_not() -> None:
+    given = {"truncation": "off"}
+    assert YocoConfig.from_additional_config({"yoco": given}).is_given
+    for absent in ({}, {"keep_tokens": 140}, {"plugins": ["a"]}):
+        assert not YocoConfig.from_additional_config({"yoco": absent}).is_given

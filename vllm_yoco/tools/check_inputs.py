@@ -19,6 +19,7 @@ from vllm_yoco.topology import LayerTopology
 
 if TYPE_CHECKING:
     from vllm_yoco.models.config import YocoModelConfig
+    from vllm_yoco.models.deepseek_v41_reference import V41Config
 
 MODEL_HELP = f"checkpoint directory; or, for random weights, a config file or one of {', '.join(model_presets())}"
 
@@ -63,6 +64,39 @@ def _directory_config(directory: Path) -> YocoModelConfig:
     if model_type != YocoModelConfig.model_type:
         raise ValueError(f"{file}: model_type={model_type!r} must be {YocoModelConfig.model_type!r}.")
     return YocoModelConfig.from_pretrained(directory)
+
+
+def read_deepseek_v41(name: str) -> V41Config | None:
+    """The config of a tiny DeepSeek-V4.1 model, for the dense float32 reference; None for any other model.
+
+    Raises:
+        ValueError: for a config that the reference does not cover, a model that is not tiny, or a directory with
+            weights, which are in a format of their own.
+    """
+    folder = Path(name)
+    path = folder / "config.json" if folder.is_dir() else folder
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        is_v41 = config.get("model_type") == "deepseek_v41"
+    except (OSError, ValueError, AttributeError):
+        return None  # another kind of MODEL, or what open_model has a message for
+    if not is_v41:
+        return None
+    from vllm_yoco.models.deepseek_v41_reference import V41Config, parameter_count  # loads torch
+
+    if folder.is_dir() and any(folder.glob("*.safetensors")):
+        raise ValueError(f"{name}: weights of DeepSeek-V4.1 are not read, only random ones made. Name the config.json.")
+    try:
+        read = V41Config.read(config)
+        count = parameter_count(read)
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    if count > SHARED_PARAMETERS:
+        raise ValueError(
+            f"{path}: {count:,} parameters are too many for the dense float32 reference, which takes up to"
+            f" {SHARED_PARAMETERS:,}. Reduce the sizes; the layers may stay as they are."
+        )
+    return read
 
 
 def resolve_keeps(text: str, topology: LayerTopology) -> list[Truncation]:

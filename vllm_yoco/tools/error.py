@@ -12,6 +12,8 @@ one that the prompt file gives. No labels are needed. Errors are those of trunca
 and, with ``--backend reference``, per consumer layer the relative error of its window KV and of its hidden rows
 after the prompt. Where nothing may change (K >= exact, prompts of up to K tokens), it is checked that nothing does.
 
+MODEL may be the config of a small DeepSeek-V4.1 model: random weights in the dense float32 model of its layers.
+
 JSON (``--json``, or report.json in ``--out``):
 
     command, version, ok, model, prompt_tokens [L], continuation (off | given), continuation_tokens [J per prompt],
@@ -51,6 +53,7 @@ from vllm_yoco.tools.check_inputs import (
     kv_cache_bytes,
     open_model,
     random_prompts,
+    read_deepseek_v41,
     read_prompts,
     resolve_keeps,
 )
@@ -63,6 +66,7 @@ from vllm_yoco.tools.report import add_json_argument, emit
 
 if TYPE_CHECKING:
     from vllm_yoco.models.config import YocoModelConfig
+    from vllm_yoco.models.deepseek_v41_reference import V41Config
 
 HELP = "measure what truncation changes in a model's output, over K, position and layer"
 
@@ -102,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         if find_spec("matplotlib") is None:
             raise ValueError("--out: its plots need matplotlib. Run pip install 'vllm-yoco[plot]'.")
         args.out.mkdir(parents=True, exist_ok=True)
-    with open_model(args.model, args.seed) as (directory, config):
+    with _open(args) as (directory, config):
         truncations = _sweep(args.keep_tokens, config)
         prompts = _prompts(args, directory, config, truncations)
         try:
@@ -119,7 +123,20 @@ def run(args: argparse.Namespace) -> int:
     return 0 if results["ok"] else 1
 
 
-def _sweep(keeps: str | None, config: YocoModelConfig) -> list[Truncation]:
+@contextmanager
+def _open(args: argparse.Namespace) -> Iterator[tuple[str, YocoModelConfig | V41Config]]:
+    """The model; of DeepSeek-V4.1 a config, which gets random weights when the backend is made."""
+    config = read_deepseek_v41(args.model)
+    if config is None:
+        with open_model(args.model, args.seed) as opened:
+            yield opened
+        return
+    if args.backend == "engine":
+        raise ValueError("--backend engine: a DeepSeek-V4.1 config has no weights to serve. Use --backend reference.")
+    yield args.model, config
+
+
+def _sweep(keeps: str | None, config: YocoModelConfig | V41Config) -> list[Truncation]:
     """The K to try: those given, or some from min to exact, evenly spaced on a logarithmic scale."""
     topology = config.topology()
     if keeps is None:
@@ -130,7 +147,7 @@ def _sweep(keeps: str | None, config: YocoModelConfig) -> list[Truncation]:
 
 
 def _prompts(
-    args: argparse.Namespace, directory: str, config: YocoModelConfig, truncations: Sequence[Truncation]
+    args: argparse.Namespace, directory: str, config: YocoModelConfig | V41Config, truncations: Sequence[Truncation]
 ) -> list[Prompt]:
     room = config.max_position_embeddings - args.max_tokens
     longest = min(args.max_prompt_tokens or room, room)
@@ -147,11 +164,16 @@ def _prompts(
 def _backend(
     args: argparse.Namespace,
     directory: str,
-    config: YocoModelConfig,
+    config: YocoModelConfig | V41Config,
     truncations: Sequence[Truncation],
     prompts: Sequence[Prompt],
 ) -> Iterator[Backend]:
     from vllm_yoco.models.checkpoint import parameter_count
+    from vllm_yoco.models.deepseek_v41_reference import DenseV41, V41Config
+
+    if isinstance(config, V41Config):
+        yield ReferenceBackend(DenseV41.random(config, args.seed), max_keep=truncations[-1].keep_tokens)
+        return
 
     small = parameter_count(config) <= SHARED_PARAMETERS
     if args.backend == "reference" or (args.backend == "auto" and small):

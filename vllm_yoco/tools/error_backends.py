@@ -17,6 +17,8 @@ from vllm_yoco.tools.engine_process import EngineHost, EngineSpec
 from vllm_yoco.tools.error_metrics import LayerRows, Tokens
 
 if TYPE_CHECKING:
+    from vllm_yoco.models.deepseek_v41_reference import DenseV41
+    from vllm_yoco.models.deepseek_v41_reference import Trace as V41Trace
     from vllm_yoco.models.reference import DenseYoco, Trace
 
 
@@ -48,7 +50,7 @@ class ReferenceBackend:
         max_keep: largest K of the study; so many rows of every layer are kept for comparison.
     """
 
-    def __init__(self, model: DenseYoco, max_keep: int) -> None:
+    def __init__(self, model: DenseYoco | DenseV41, max_keep: int) -> None:
         self._model = model
         self._max_keep = max_keep
 
@@ -61,15 +63,18 @@ class ReferenceBackend:
     def _score(self, keep: int | None, prompt: Tokens, continuation: Tokens) -> Scored:
         import torch
 
+        from vllm_yoco.models.deepseek_v41_reference import DenseV41
+        from vllm_yoco.models.deepseek_v41_reference import Trace as V41Trace
         from vllm_yoco.models.reference import Trace
 
-        trace, length = Trace(), len(prompt)
+        length = len(prompt)
+        trace = V41Trace() if isinstance(self._model, DenseV41) else Trace()
         tokens = torch.tensor([*prompt, *continuation], device=self._model.inv_freq.device)
         with torch.inference_mode():
             rows = self._model.logprobs(tokens, num_prompt_tokens=length, keep_tokens=keep, trace=trace)
         return Scored(rows[length - 1 : -1].cpu().numpy(), self._layers(trace, length))
 
-    def _layers(self, trace: Trace, length: int) -> LayerRows:
+    def _layers(self, trace: Trace | V41Trace, length: int) -> LayerRows:
         rows = slice(max(0, length - self._max_keep), length)
         return LayerRows(
             rows.start,

@@ -106,7 +106,22 @@ def get(engines: Engines, spec: BenchEngine) -> Any:
         else:
             options["gpu_memory_utilization"] = spec.gpu_share
         engines.llms[spec] = LLM(**options | dict(spec.options))
+        if dict(spec.options).get("load_format") == "dummy":
+            engines.llms[spec].apply_model(_randomise)
     return engines.llms[spec]
+
+
+def _randomise(model: Any) -> None:
+    """Dummy weights are so small that activations become denormal numbers, which a CPU computes slowly."""
+    import torch
+
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.05)
+            else:
+                parameter.fill_(1)
 
 
 def serve(engines: Engines, spec: BenchEngine, workload: Workload) -> dict[str, Any]:

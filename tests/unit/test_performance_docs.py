@@ -1,0 +1,28 @@
+"""docs/performance.md holds what the files of measurements say, and nothing typed in by hand."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def _script():
+    spec = importlib.util.spec_from_file_location("update_performance", ROOT / "scripts" / "update_performance.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tables_are_those_of_the_files():
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    script = _script()
+    assert script.render(page) == page, "run python scripts/update_performance.py"
+    used = {match[2] for match in script.BLOCK.finditer(page)}
+    assert used == {path.name for path in (ROOT / "docs" / "performance").glob("*.json")}
+    # Control: a changed digit inside a table is put right.
+    start = next(script.BLOCK.finditer(page)).start()
+    changed = page[:start] + re.sub(r"(?<=\n)( +)\d", r"\g<1>9", page[start:], count=1)
+    assert changed != page and script.render(changed) == page

@@ -42,7 +42,8 @@ def gather_lens(query_lens: IntArray, seq_lens: IntArray, bounds: IntArray, wind
     bound inside the chunk its rows would see keys below it. Starting the gathered range at the bound says the same
     where the bound lies in front of the chunk, and the combining kernel hides everything in front of that range.
     """
-    return np.clip(np.minimum(query_lens + window - 1, seq_lens - bounds), 0, None)
+    lengths: IntArray = np.clip(np.minimum(query_lens + window - 1, seq_lens - bounds), 0, None)
+    return lengths
 
 
 def boundary_may_trim(num_rows: int, window: int, unfinished_rows: int) -> bool:

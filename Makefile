@@ -19,7 +19,7 @@ help:
 	@echo "make clean            remove build outputs and caches;  make distclean: $(VENV) too"
 	@echo "DEVICE=cpu|cuda       the build of vLLM; by default what the machine has"
 	@echo "PYTHON=python3.12     the interpreter to start from; by default python3"
-	@echo "JOBS=2                engine tests at a time, whole files; each takes a core and up to 6 GB"
+	@echo "JOBS=2                tests at a time; with engines each takes a core and up to 6 GB"
 
 # Every time: the script knows by itself, in well under a second, whether anything is to be done.
 setup:
@@ -38,7 +38,7 @@ test: lint test-unit
 	$(BIN)/pytest tests/gpu
 
 test-unit: setup
-	$(BIN)/pytest tests/unit
+	$(BIN)/pytest tests/unit --numprocesses $(JOBS)
 
 clean:
 	rm -rf build dist *.egg-info packaging/*/build packaging/*/*.egg-info

@@ -308,7 +308,7 @@ def test_errors_are_one_line(
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for args, code in ((["--version"], 0), (["--help"], 0), (["init-model", "--help"], 0), ([], 2), (["nope"], 2)):
+    for args, code in ((["--version"], 0), (["--help"], 0), (["init-model", "--help"], 0), (["nope"], 2)):
         with pytest.raises(SystemExit) as exit_info:
             cli.main(args)
         assert exit_info.value.code == code

@@ -19,7 +19,7 @@ from vllm_yoco.models import deepseek_v41_reference as v41
 from vllm_yoco.models.deepseek_v41_reference import DenseV41, Trace, V41Config
 from vllm_yoco.tools.cli import main
 
-PATH = Path(__file__).parents[1] / "data" / "models" / "deepseek-v41-tiny.json"
+PATH = Path(__file__).parents[1] / "data" / "deepseek_v41" / "tiny.json"
 CONFIG: dict[str, Any] = json.loads(PATH.read_text())
 W, P, N, L = 8, 3, 9, 100
 MINIMUM, EXACT = W + 1, W + 5 * (W - 1)

@@ -34,7 +34,7 @@ def test_a_line_that_is_no_question_is_refused(tmp_path: Path, capsys: pytest.Ca
 
 def test_model_and_config_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["demo", "--model", "x", "--config", "ced"])
+        main(["demo", "--model", str(demo.TRAINED), "--config", "ced"])
     assert "--config: not allowed with argument --model" in capsys.readouterr().err
 
 

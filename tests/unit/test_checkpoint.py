@@ -102,6 +102,9 @@ def test_scales() -> None:
 # -- tokenizer -------------------------------------------------------------------------------------------------
 
 TOKENIZER = byte_tokenizer(262, 512)
+SPECIAL = tuple(TOKENIZER.get_added_vocab())
+# Hypothesis also tries the literals of this repository, "<eos>" among them.
+PLAIN_TEXT = st.text().filter(lambda text: not any(token in text for token in SPECIAL))
 TEXTS = ["", "plain", "Grüße, 世界", "emoji 😀👩‍👩‍👧‍👦🇪🇺", " \t\n\r\x00\x7f\u0080\ufeff ", "a  b   c", "<bo", "é" * 50]
 
 
@@ -111,7 +114,7 @@ def test_ids_are_bytes(text: str) -> None:
     assert TOKENIZER(text, add_special_tokens=False)["input_ids"] == list(text.encode())
 
 
-@given(st.text())
+@given(PLAIN_TEXT)
 def test_round_trip(text: str) -> None:
     ids = TOKENIZER(text)["input_ids"]
     assert TOKENIZER.decode(ids, skip_special_tokens=True) == text

@@ -1,6 +1,6 @@
 """A check of the plugin on a GPU that fits into one short visit to a machine without a network.
 
-    build.py      makes build/gpu-kit: vLLM's Python sources, missing wheels, the project, a checkpoint (``make gpu-kit``)
+    build.py      makes build/gpu-kit: vLLM's Python sources, missing wheels, the project (``make gpu-kit``)
     driver.py     on the GPU machine: installs into a folder of its own, runs the stages, collects their results
     stages/       one process each, with a time budget: start, invariants, graphs, speed, deepseek_v41
     bridges.py    what stands in for vLLM's compiled extensions and for a newer PyTorch; every one with its reason

@@ -22,12 +22,17 @@ EXTENSION = "vllm/_C_stable_libtorch.py"
 CPU_EXTENSIONS = ("vllm/_C.py", "vllm/_C_AVX2.py", "vllm/_C_AVX512.py")
 """One of these is what the CPU platform imports, by the processor; in a rehearsal only."""
 
-STAND_IN = '''"""In the place of the compiled extension, which this copy of vLLM does not have. See gpu_kit/bridges.py."""
+STAND_IN = '''"""In the place of the compiled extension, which this copy of vLLM lacks. See gpu_kit/bridges.py."""
 
 from gpu_kit import bridges
 
 bridges.apply()
 '''
+
+EMPTY = '"""In the place of a compiled extension that nothing calls. See gpu_kit/bridges.py."""\n'
+
+MODULES = {EXTENSION: STAND_IN, "vllm/vllm_flash_attn/_vllm_fa2_C.py": EMPTY}
+"""Path in the bundle's vLLM to text."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +168,24 @@ def _no_packed_weights(library: Any) -> None:
     torch.cpu._is_amx_tile_supported = lambda: False
 
 
+CAPABILITIES = (
+    "cutlass_scaled_mm_supports_fp8",
+    "cutlass_scaled_mm_supports_block_fp8",
+    "cutlass_scaled_mm_supports_fp4",
+    "cutlass_group_gemm_supported",
+)
+
+
+def _no_cutlass(library: Any) -> None:
+    for name in CAPABILITIES:
+        library.define(f"{name}(int capability) -> bool")
+        library.impl(name, lambda capability: False, "CompositeExplicitAutograd")
+
+
+def _nothing(library: Any) -> None:
+    """The bridge is its module in the bundle."""
+
+
 BRIDGES = (
     Bridge(
         "_C::silu_and_mul",
@@ -179,6 +202,17 @@ BRIDGES = (
         "_C::weak_ref_tensor",
         "captured CUDA graphs hold their outputs by weak references; held by ordinary ones, they only use more memory",
         _weak_ref_tensor,
+    ),
+    Bridge(
+        "vllm_flash_attn._vllm_fa2_C, an empty module",
+        "on CUDA the attention package imports FlashAttention whatever the backend, which refuses without an extension;"
+        " TRITON_ATTN calls nothing of it",
+        _nothing,
+    ),
+    Bridge(
+        "_C::cutlass_scaled_mm_supports_fp8 and the like, False",
+        "modules of quantised layers ask for them on import, and every linear layer imports those",
+        _no_cutlass,
     ),
     Bridge(
         "Triton 3.6's interpreter on NumPy 2.5",
@@ -238,6 +272,7 @@ def apply() -> None:
         bridge.install(library)
 
 
-def write_stand_ins(site: Path, names: tuple[str, ...] = (EXTENSION,)) -> None:
-    for name in names:
+def write_cpu_stand_ins(site: Path) -> None:
+    """For the rehearsal: the modules that the CPU platform looks for."""
+    for name in CPU_EXTENSIONS:
         (site / name).write_text(STAND_IN)

@@ -3,7 +3,7 @@
     run.py              starts the driver
     MANIFEST.json       versions, and every file with its size and SHA-256
     wheels/             vLLM's Python sources and this plugin as wheels, and the wheels of wheels.txt
-    project/            tests, configs and this package
+    project/            tests, configs, this package, and a small checkpoint
 
 vLLM's own wheel is several hundred MB of compiled extensions; its Python sources are about 10. The sources come from
 the vLLM that is installed here, the CPU build as well as the CUDA build: they are the same files.
@@ -18,7 +18,6 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import io
-import json
 import re
 import shutil
 import subprocess
@@ -27,7 +26,8 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from gpu_kit.bridges import EXTENSION, STAND_IN
+from gpu_kit.bridges import MODULES
+from gpu_kit.checkpoint import BUNDLED, save_small_checkpoint
 from gpu_kit.driver import MANIFEST, STAGES
 from gpu_kit.results import write_json
 
@@ -94,7 +94,9 @@ def vllm_wheel(folder: Path) -> str:
     """
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
-        raise BuildError("vLLM is not installed in this environment, and the bundle is made from its sources: run make setup")
+        raise BuildError(
+            "vLLM is not installed in this environment, and the bundle is made from its sources: run make setup"
+        )
     package = Path(spec.origin).parent
     source = (package / "_version.py").read_text()
     found = re.search(r"^__version__ = version = '([\d.]+)", source, re.M)
@@ -103,9 +105,8 @@ def vllm_wheel(folder: Path) -> str:
     version = found[1]
     # A build for CPUs calls itself +cpu, by which vLLM would take the CPU platform on a GPU.
     files = [(str(path), (package.parent / path).read_bytes()) for path in python_sources(package)]
-    write_wheel(
-        folder / f"vllm-{version}-py3-none-any.whl", "vllm", version, [*files, (EXTENSION, STAND_IN.encode())]
-    )
+    files += [(name, text.encode()) for name, text in MODULES.items()]
+    write_wheel(folder / f"vllm-{version}-py3-none-any.whl", "vllm", version, files)
     return version
 
 
@@ -182,6 +183,7 @@ def build(bundle: Path) -> int:
     project_wheel(partial / "wheels")
     download_wheels(partial / "wheels")
     copy_project(partial / "project")
+    save_small_checkpoint(partial / "project" / BUNDLED.name)
     (partial / "run.py").write_text(RUN)
     files = manifest(partial)
     versions = {"vllm": version, "vllm-yoco": importlib.metadata.version("vllm-yoco"), "commit": _commit()}

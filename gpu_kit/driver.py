@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_kit import results
+from gpu_kit import bridges, results
 from gpu_kit.settings import KIT, REHEARSAL, environment
 
 HERE = Path(__file__).resolve().parent
@@ -70,11 +70,8 @@ def say(text: str) -> None:
 # ---- installing a bundle
 
 
-def install(bundle: Path, site: Path, local_version: str = "") -> None:
+def install(bundle: Path, site: Path, *, rehearsal: bool = False) -> None:
     """Put the bundle's wheels into ``site``, without a network and without touching the interpreter's own packages.
-
-    Args:
-        local_version: appended to the version in vLLM's metadata, by which vLLM picks its platform.
 
     Raises:
         SystemExit: pip failed; its output is printed.
@@ -86,15 +83,19 @@ def install(bundle: Path, site: Path, local_version: str = "") -> None:
     options = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--disable-pip-version-check", "--quiet"]
     pip = [sys.executable, "-m", "pip", "install", *options, "--upgrade", "--target", str(site), *wheels]
     # Neither constraints nor index settings of this machine have a say: everything is in the bundle.
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")} | {"PIP_CONFIG_FILE": "/dev/null"}
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")} | {
+        "PIP_CONFIG_FILE": "/dev/null"
+    }
     done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
     if done.returncode:
         sys.exit(f"gpu-kit: pip failed on the bundle's wheels:\n{done.stdout}")
-    if local_version:
+    if rehearsal:
+        bridges.write_cpu_stand_ins(site)
+        # The build for CPUs calls itself so, and vLLM picks its platform by that.
         [metadata] = site.glob("vllm-*.dist-info/METADATA")
         text = metadata.read_text()
         version = next(line for line in text.splitlines() if line.startswith("Version: "))
-        metadata.write_text(text.replace(version, version + local_version, 1))
+        metadata.write_text(text.replace(version, version + "+cpu", 1))
     say(f"{len(wheels)} wheels installed into {site} in {time.monotonic() - start:.0f} s")
 
 
@@ -225,7 +226,9 @@ def chosen_stages(text: str) -> list[Stage]:
         return [next(stage for stage in STAGES if stage.number == number) for number in numbers]
     except (ValueError, StopIteration):
         known = ", ".join(f"{stage.number} ({stage.name})" for stage in STAGES)
-        raise argparse.ArgumentTypeError(f"{text!r}: give stage numbers with commas between; there are {known}") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: give stage numbers with commas between; there are {known}"
+        ) from None
 
 
 def main(arguments: Sequence[str] | None = None, bundle: Path | None = None) -> int:
@@ -246,7 +249,7 @@ def main(arguments: Sequence[str] | None = None, bundle: Path | None = None) -> 
     cwd = bundle / "project" if bundle else PROJECT
     site = (args.site or bundle / "site").resolve() if bundle else None
     if bundle and site and not args.installed:
-        install(bundle, site, "+cpu" if args.rehearsal else "")
+        install(bundle, site, rehearsal=args.rehearsal)
     env = environment(site=site, project=cwd, rehearsal=args.rehearsal)
     facts = {
         "mode": (KIT if bundle else "full vLLM") + (f", {REHEARSAL}" if args.rehearsal else ""),
@@ -262,7 +265,12 @@ def main(arguments: Sequence[str] | None = None, bundle: Path | None = None) -> 
     except (Stopped, KeyboardInterrupt):
         say(f"stopped; results so far are in {out}")
         return 1
-    print("\n".join(f"stage {d['number']}  {d['status']:8} {d.get('seconds', 0):6.0f} s  {STAGES[d['number'] - 1].title}" for d in collected))
+    print(
+        "\n".join(
+            f"stage {d['number']}  {d['status']:8} {d.get('seconds', 0):6.0f} s  {STAGES[d['number'] - 1].title}"
+            for d in collected
+        )
+    )
     say(f"results in {out}")
     return 0 if all(map(succeeded, collected)) else 1
 

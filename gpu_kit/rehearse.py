@@ -1,6 +1,6 @@
 """Rehearse the GPU check without a GPU (``make gpu-kit-rehearsal``): what the bundle lacks shows here.
 
-    1. a fresh Python 3.12 environment with the packages of image.txt, which stand for the GPU machine's, and nothing else
+    1. a fresh Python 3.12 environment with the packages of image.txt, which stand for the GPU machine's
     2. the network is refused from here on (a network namespace with the loopback interface alone)
     3. the bundle is installed by its own driver; every module that the CUDA platform imports has to resolve
     4. the driver runs the stages through Triton's interpreter: 1 and 2 as they are, on short prompts; 3 needs a GPU;
@@ -109,7 +109,9 @@ def main() -> int:
     try:
         refuse_network()
     except OSError as error:
-        sys.exit(f"gpu-kit: the rehearsal proves nothing with a network at hand, and it cannot be refused here: {error}")
+        sys.exit(
+            f"gpu-kit: the rehearsal proves nothing with a network at hand, and it cannot be refused here: {error}"
+        )
     say("network refused")
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
     command = [str(interpreter), str(args.bundle / "run.py"), "--rehearsal", "--out", str(args.out)]

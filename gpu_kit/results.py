@@ -74,9 +74,7 @@ class StageResult:
         try:
             yield values
         except Exception as error:
-            self.add(
-                name, FAILED, time.monotonic() - start, error="".join(traceback.format_exception(error)), **values
-            )
+            self.add(name, FAILED, time.monotonic() - start, error="".join(traceback.format_exception(error)), **values)
         else:
             self.add(name, PASSED, time.monotonic() - start, **values)
 

@@ -11,7 +11,7 @@ from typing import Any
 KIT, REHEARSAL = "kit", "rehearsal"
 
 ENV_MODE = "YOCO_GPU_KIT"
-"""``kit`` on a bundle's vLLM without compiled extensions; ``kit rehearsal`` for the same on a CPU; unset on a full vLLM."""
+"""``kit`` on a bundle's vLLM without extensions; ``kit rehearsal`` for the same on a CPU; unset on a full vLLM."""
 
 ENV_OPTIONS = "YOCO_GPU_LLM_OPTIONS"
 """JSON object: options that every engine of tests/gpu and of the stages gets."""
@@ -86,6 +86,8 @@ def llm_options() -> dict[str, Any]:
     except ValueError:
         options = None
     if not isinstance(options, dict):
-        raise ValueError(f"{ENV_OPTIONS}={text!r}: must be a JSON object of LLM arguments, for example"
-                         ' {"attention_backend": "TRITON_ATTN"}')
+        raise ValueError(
+            f"{ENV_OPTIONS}={text!r}: must be a JSON object of LLM arguments, for example"
+            ' {"attention_backend": "TRITON_ATTN"}'
+        )
     return options

@@ -11,7 +11,9 @@ from gpu_kit.stages import output_file
 
 PROJECT = Path(__file__).resolve().parents[2]
 TESTS = PROJECT / "tests/gpu/test_invariants.py"
-REHEARSED = "(float32 and not exact and not min) or without_the_cap or (bfloat16 and (equals_reference and off or wrong_keep))"
+REHEARSED = (
+    "(float32 and not exact and not min) or without_the_cap or (bfloat16 and (equals_reference and off or wrong_keep))"
+)
 """Every test once; of bfloat16, which takes the interpreter longest, the comparison and its control."""
 
 if __name__ == "__main__":

@@ -108,6 +108,20 @@ def bundled_modules() -> list[str]:
     return sorted(name for name, file in files.items() if file.startswith(site + os.sep))
 
 
+def cuda_dry_run(checkpoint: str) -> None:
+    """What the CUDA platform looks up where there is none (cuda_dry_run.py).
+
+    Raises:
+        RuntimeError: it failed; has its output.
+    """
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "gpu_kit.cuda_dry_run", checkpoint]
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(done.stdout)
+    if done.returncode:
+        raise RuntimeError(done.stdout[-3000:])
+
+
 def start_engine(model: str, truncation: str) -> tuple[Any, float]:
     from vllm import LLM
 
@@ -171,16 +185,18 @@ def main(out: Path) -> int:
         with result.check("pinned host memory as a CUDA tensor"):
             check_pinned_views()
     model = tempfile.TemporaryDirectory(prefix="yoco-gpu-")
+    checkpoint = ""
     with result.check("checkpoint"):
-        from gpu_kit.checkpoint import save_rounded_checkpoint
-        from vllm_yoco.models.checkpoint import read_model_config
+        from gpu_kit.checkpoint import small_checkpoint
 
-        config = read_model_config(Path(__file__).resolve().parents[2] / "configs/models/ced-tiny.json")
-        save_rounded_checkpoint(Path(model.name), config)
+        checkpoint = str(small_checkpoint(Path(model.name) / "ced-tiny"))
+    if is_rehearsal():
+        with result.check("CUDA platform without a GPU: imports, configuration, model"):
+            cuda_dry_run(checkpoint)
     for truncation in ("off", "compact"):
         llm = None
         with result.check(f"engine start, {truncation}") as values:
-            llm, values["seconds_to_start"] = start_engine(model.name, truncation)
+            llm, values["seconds_to_start"] = start_engine(checkpoint, truncation)
             values["engine"] = engine_facts(llm)
             if values["engine"]["runner"] != "v2":
                 raise RuntimeError("expected Model Runner V2")

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu_kit.checkpoint import save_rounded_checkpoint
+from gpu_kit.checkpoint import small_checkpoint
 from gpu_kit.settings import is_rehearsal
-from tests.engine.conftest import MODEL_CONFIGS, Reference
+from tests.engine.conftest import Reference
 from tests.engine.harness import RunnerProcess
-from vllm_yoco.models.checkpoint import read_model_config
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -29,13 +28,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory = tmp_path_factory.mktemp("models") / "ced-tiny"
-    save_rounded_checkpoint(directory, read_model_config(MODEL_CONFIGS["ced-tiny"]))
-    return str(directory)
+    return str(small_checkpoint(tmp_path_factory.mktemp("models") / "ced-tiny"))
 
 
 class Revivable:
-    """A runner's process. One that died (an illegal memory access ends a CUDA process) is replaced for the next test."""
+    """A runner's process. One that died (an illegal memory access does that) is replaced for the next test."""
 
     def __init__(self) -> None:
         self.process: RunnerProcess | None = None

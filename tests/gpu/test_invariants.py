@@ -14,8 +14,16 @@ import pytest
 
 from gpu_kit.settings import is_rehearsal
 from tests.engine.conftest import Reference, random_prompt
-from tests.engine.harness import EngineConfig, Engines, Request, Result, RunnerProcess, computed_rows, generate
-from tests.engine.harness import scheduler_of
+from tests.engine.harness import (
+    EngineConfig,
+    Engines,
+    Request,
+    Result,
+    RunnerProcess,
+    computed_rows,
+    generate,
+    scheduler_of,
+)
 from tests.engine.poison import model_worker, poison_new_swa_blocks, stop_poisoning
 from vllm_yoco.plan import exact_keep_tokens
 
@@ -93,9 +101,7 @@ def difference(
     reference: Reference, config: EngineConfig, batch: list[Request], results: list[Result], keep: int | None
 ) -> float:
     """Largest |delta logprob| to the reference. NaN where any is NaN."""
-    return float(
-        np.max([reference.difference(config.model, *pair, keep) for pair in zip(batch, results, strict=True)])
-    )
+    return float(np.max([reference.difference(config.model, *pair, keep) for pair in zip(batch, results, strict=True)]))
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -133,7 +139,9 @@ def test_independent_of_chunks_and_batch_mates(engine: RunnerProcess, model, rec
     crowded = engine.call(generate_in_chunks, config, [*crowd, probe], CHUNKS[0])[-1]
     for name, other in (("chunked", chunked), ("crowded", crowded)):
         # Rows compare as long as both continued with the same tokens; the first is always comparable.
-        same = next((i for i, pair in enumerate(zip(other.tokens, alone.tokens)) if pair[0] != pair[1]), NUM_TOKENS)
+        same = next(
+            (i for i, pair in enumerate(zip(other.tokens, alone.tokens, strict=True)) if pair[0] != pair[1]), NUM_TOKENS
+        )
         rows = min(same + 1, NUM_TOKENS)
         worst = float(np.abs(other.logprobs[:rows] - alone.logprobs[:rows]).max())
         record(**{f"{name}_max_difference": worst, f"{name}_equal_tokens": same})

@@ -227,7 +227,7 @@ def test_vllm_wheel_has_sources_and_stand_in_only(tmp_path, monkeypatch):
         assert b"Version: 0.32.0\n" in archive.read("vllm-0.32.0.dist-info/METADATA")
         record = archive.read("vllm-0.32.0.dist-info/RECORD").decode()
     info = {f"vllm-0.32.0.dist-info/{name}" for name in ("METADATA", "WHEEL", "RECORD")}
-    assert names - info == {"vllm/__init__.py", "vllm/_version.py", "vllm/sub/data.json", bridges.EXTENSION}
+    assert names - info == {"vllm/__init__.py", "vllm/_version.py", "vllm/sub/data.json", *bridges.MODULES}
     assert all(name in record for name in names)
     first = wheel.read_bytes()
     build.vllm_wheel(tmp_path)

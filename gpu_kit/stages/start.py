@@ -114,7 +114,10 @@ def cuda_dry_run(checkpoint: str) -> None:
     Raises:
         RuntimeError: it failed; has its output.
     """
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    from vllm_yoco.testing import runner_v2_cpu
+
+    interpreted = ("TRITON_INTERPRET", runner_v2_cpu.ENV)
+    env = {name: value for name, value in os.environ.items() if name not in interpreted}
     command = [sys.executable, "-m", "gpu_kit.cuda_dry_run", checkpoint]
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     print(done.stdout)

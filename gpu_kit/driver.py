@@ -99,6 +99,27 @@ def install(bundle: Path, site: Path, *, rehearsal: bool = False) -> None:
     say(f"{len(wheels)} wheels installed into {site} in {time.monotonic() - start:.0f} s")
 
 
+def check_full_vllm(env: dict[str, str], cwd: Path) -> None:
+    """That a stage will find vLLM and the whole plugin.
+
+    Raises:
+        SystemExit: it will not; says what to install.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", "import vllm.version, vllm_yoco.patches, pytest"],
+        env=env,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        reason = done.stderr.strip().splitlines()[-1:]
+        sys.exit(
+            f"gpu-kit: {sys.executable} lacks what the stages need ({' '.join(reason)}). They run from this checkout"
+            ' on an installed vLLM 0.32: pip install -e ".[test]" (editable: the checkout hides any other install).'
+        )
+
+
 # ---- running stages
 
 
@@ -251,6 +272,8 @@ def main(arguments: Sequence[str] | None = None, bundle: Path | None = None) -> 
     if bundle and site and not args.installed:
         install(bundle, site, rehearsal=args.rehearsal)
     env = environment(site=site, project=cwd, rehearsal=args.rehearsal)
+    if not bundle:
+        check_full_vllm(env, cwd)
     facts = {
         "mode": (KIT if bundle else "full vLLM") + (f", {REHEARSAL}" if args.rehearsal else ""),
         "started": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),

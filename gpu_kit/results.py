@@ -79,6 +79,6 @@ class StageResult:
             self.add(name, PASSED, time.monotonic() - start, **values)
 
     def finish(self) -> str:
-        self.data["status"] = verdict(self.data["checks"])
+        status = self.data["status"] = verdict(self.data["checks"])
         self._write()
-        return self.data["status"]
+        return status

@@ -103,7 +103,7 @@ def check_pinned_views() -> None:
 
 def bundled_modules() -> list[str]:
     """Top-level modules that this process has loaded from the bundle's folder."""
-    site = os.environ.get("PYTHONPATH", "").split(os.pathsep)[0]
+    site = str(Path(str(importlib.import_module("vllm").__file__)).parents[1])
     files = {name.split(".")[0]: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
     return sorted(name for name, file in files.items() if file.startswith(site + os.sep))
 
@@ -193,7 +193,7 @@ def main(out: Path) -> int:
         from gpu_kit.checkpoint import small_checkpoint
 
         checkpoint = str(small_checkpoint(Path(model.name) / "ced-tiny"))
-    if is_rehearsal():
+    if is_rehearsal() and without_extensions():
         with result.check("CUDA platform without a GPU: imports, configuration, model"):
             cuda_dry_run(checkpoint)
     for truncation in ("off", "compact"):

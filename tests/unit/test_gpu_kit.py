@@ -277,3 +277,16 @@ def test_the_plugin_knows_nothing_of_the_kit():
     plugin = [*(driver.PROJECT / "vllm_yoco").rglob("*.py"), *(driver.PROJECT / "patches").rglob("*.py")]
     assert len(plugin) > 50
     assert [path for path in plugin if "gpu_kit" in path.read_text()] == []
+
+
+def test_full_vllm_is_looked_for(tmp_path):
+    """An interpreter without it gets one message before any stage."""
+    with pytest.raises(SystemExit, match=r"lacks what the stages need \(ModuleNotFoundError: .*pip install -e"):
+        driver.check_full_vllm({"PATH": "/bin", "PYTHONPATH": ""} | {"PYTHONNOUSERSITE": "1"}, broken_vllm(tmp_path))
+
+
+def broken_vllm(folder: Path) -> Path:
+    """A folder in which ``import vllm.version`` fails, as it does where vLLM is not installed."""
+    (folder / "vllm").mkdir()
+    (folder / "vllm/__init__.py").write_text("")
+    return folder

@@ -168,6 +168,31 @@ def _no_packed_weights(library: Any) -> None:
     torch.cpu._is_amx_tile_supported = lambda: False
 
 
+def _interpreter_bfloat16(library: Any) -> None:
+    from vllm_yoco.post_import import after_import
+
+    def patch() -> None:
+        import numpy as np
+        import triton.language as tl
+        from triton.runtime import interpreter
+
+        original = interpreter.InterpreterBuilder.create_dot
+
+        def as_float32(handle: Any) -> Any:
+            if handle.dtype.scalar != tl.bfloat16:
+                return handle
+            # Its upper half: bfloat16 is float32 cut off, and kept as uint16 here.
+            wide = (handle.data.astype(np.uint32) << 16).view(np.float32)
+            return interpreter.TensorHandle(wide, tl.float32)
+
+        def create_dot(self: Any, a: Any, b: Any, *args: Any) -> Any:
+            return original(self, as_float32(a), as_float32(b), *args)
+
+        interpreter.InterpreterBuilder.create_dot = create_dot
+
+    after_import("triton.runtime.interpreter", patch)
+
+
 CAPABILITIES = (
     "cutlass_scaled_mm_supports_fp8",
     "cutlass_scaled_mm_supports_block_fp8",
@@ -218,6 +243,12 @@ BRIDGES = (
         "Triton 3.6's interpreter on NumPy 2.5",
         "it makes loop bounds of arrays of one element, which NumPy no longer converts; interpreted runs only",
         _interpreter_scalars,
+    ),
+    Bridge(
+        "bfloat16 products in Triton's interpreter",
+        "NumPy has no bfloat16, so the interpreter keeps its bits as integers and multiplies those",
+        _interpreter_bfloat16,
+        rehearsal=True,
     ),
     Bridge(
         "_C::init_cpu_memory_env",

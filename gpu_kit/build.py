@@ -111,6 +111,8 @@ def vllm_wheel(folder: Path) -> str:
 
 
 def project_wheel(folder: Path) -> None:
+    # Setuptools packs what an earlier build left there, modules that are gone included.
+    shutil.rmtree(ROOT / "build/lib", ignore_errors=True)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     _run([*command, "--disable-pip-version-check", "--wheel-dir", str(folder), str(ROOT)])
 

@@ -6,15 +6,18 @@ DEVICE ?= auto
 ARGS   ?=
 JOBS   ?= 2
 BIN    := $(VENV)/bin
+PYTHON312 ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint test-unit clean distclean
+.PHONY: help setup demo test lint test-unit gpu-kit gpu-kit-rehearsal clean distclean
 
 help:
 	@echo "make demo [ARGS=...]  the main job: a YOCO model served with and without prefill truncation"
 	@echo "make test             lint, type checks and every test (GPU tests skip without a GPU)"
 	@echo "make test-unit        the tests that need no engine"
 	@echo "make lint             lint and type checks"
+	@echo "make gpu-kit          build/gpu-kit: a check for a GPU machine without a network (docs/gpu.md)"
+	@echo "make gpu-kit-rehearsal  the same without a GPU; downloads several GB once"
 	@echo "make setup            only install (into $(VENV))"
 	@echo "make clean            remove build outputs and caches;  make distclean: $(VENV) too"
 	@echo "DEVICE=cpu|cuda       the build of vLLM; by default what the machine has"
@@ -39,6 +42,12 @@ test: lint test-unit
 
 test-unit: setup
 	$(BIN)/pytest tests/unit --numprocesses $(JOBS)
+
+gpu-kit: setup
+	$(BIN)/python -m gpu_kit.build
+
+gpu-kit-rehearsal: gpu-kit
+	$(BIN)/python -m gpu_kit.rehearse --python "$(PYTHON312)"
 
 clean:
 	rm -rf build dist *.egg-info packaging/*/build packaging/*/*.egg-info

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from gpu_kit.settings import llm_options
+
 RUNNERS = ("v1", "v2")
 
 ENVIRONMENT = {
@@ -83,9 +85,10 @@ class Engines:
     def get(self, config: EngineConfig) -> Any:
         if config not in self.llms:
             from vllm import LLM
-            from vllm.platforms.cpu import CpuPlatform
 
-            if self.llms:
+            if self.llms and self.runner != "native":
+                from vllm.platforms.cpu import CpuPlatform
+
                 # Done by the first engine. Again, the scan of all modules breaks on those of numba's llvmlite.
                 CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
             yoco = {
@@ -120,7 +123,7 @@ class Engines:
                 from vllm.config import KVEventsConfig
 
                 options["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-            self.llms[config] = LLM(config.model, **(options | dict(config.options)))
+            self.llms[config] = LLM(config.model, **(options | llm_options() | dict(config.options)))
         return self.llms[config]
 
 
@@ -153,6 +156,9 @@ class RunnerProcess:
 
     def generate(self, config: EngineConfig, requests: Sequence[Request]) -> list[Result]:
         return self.call(generate, config, list(requests))
+
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
 
     def close(self) -> None:
         self._conn.close()

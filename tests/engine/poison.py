@@ -35,6 +35,13 @@ def poison_new_swa_blocks(engines: Engines, config: EngineConfig) -> None:
     runner.execute_model = execute_model
 
 
+def stop_poisoning(engines: Engines, config: EngineConfig) -> int:
+    """Give the engine its own step back; returns the number of blocks poisoned since ``poison_new_swa_blocks``."""
+    runner = model_worker(engines, config).model_runner
+    del runner.execute_model
+    return runner.num_poisoned_blocks
+
+
 def num_poisoned_blocks(engines: Engines, config: EngineConfig) -> int:
     return model_worker(engines, config).model_runner.num_poisoned_blocks
 

@@ -282,7 +282,7 @@ def test_command(tmp_path):
         (["nothing-here"], "neither a file nor a preset"),
         (["ced-tiny", "--keep-tokens", "24"], "must be at least W + B"),
         (["ced-tiny", "--max-tokens", "0"], "must be 1 or more"),
-        (["ced-tiny", "--prompts", "/no/such/file"], "No such file"),
+        (["ced-tiny", "--prompts", "/no/such/file"], "there is no such file"),
     ],
 )
 def test_wrong_arguments(arguments, message):

@@ -29,7 +29,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -38,10 +38,7 @@ from error_study import MODELS, SERVED_MODES, recall_prompts, served_table  # th
 from train_ced import ANSWER_BYTES, Bytes, load_text, make_recall_example
 
 from vllm_yoco.tools.report import progress
-from vllm_yoco.tools.server import Interrupted, Server, ServerError, running_server
-
-if TYPE_CHECKING:
-    from openai import OpenAI
+from vllm_yoco.tools.server import Interrupted, Server, ServerError, openai_client, running_server
 
 LENGTHS = (1024,)
 MAX_MODEL_LEN = 1280
@@ -90,14 +87,7 @@ def served(model: Path, mode: str, flags: Sequence[str], log: Path) -> Iterator[
 
 def ask_recall(server: Server, length: int, text: Bytes) -> str:
     """``1`` for each prompt answered exactly, ``0`` for the others."""
-    import openai
-
-    client: OpenAI = openai.OpenAI(
-        base_url=f"{server.url}/v1",
-        api_key="none",
-        max_retries=0,
-        http_client=openai.DefaultHttpxClient(trust_env=False),  # no proxy to loopback
-    )
+    client = openai_client(server.url)
     model = client.models.list().data[0].id
     prompts, answers = (tensor.tolist() for tensor in recall_prompts(text, length))
     verdicts = ""

@@ -194,7 +194,7 @@ def plan_rows(
     s_keep = _column([_first_retained(c, mode, keep_tokens) for c in chunks])
     first_key = np.maximum(s_keep, _column([c.valid_start for c in chunks]))
 
-    clip = _clip(start, length, s_keep) if mode == "compact" else np.zeros_like(start)
+    clip = clipped_rows(start, length, s_keep) if mode == "compact" else np.zeros_like(start)
     cu_seqlens, owner, rows, positions = _tails(start, length, clip)
     # Mask also writes below s_keep: no prefill row sees those entries, and decode does not look so far back.
     writes = (positions >= s_keep[owner]) | (mode != "compact")
@@ -238,10 +238,10 @@ def kept_rows(start: IntArray, length: IntArray, s_keep: IntArray) -> KeptRows:
         start, length: [C] position of each chunk's first row, and its rows, in tokens.
         s_keep: [C] first retained position of each chunk's request, in tokens.
     """
-    return KeptRows(*_tails(start, length, _clip(start, length, s_keep)))
+    return KeptRows(*_tails(start, length, clipped_rows(start, length, s_keep)))
 
 
-def _clip(start: IntArray, length: IntArray, s_keep: IntArray) -> IntArray:
+def clipped_rows(start: IntArray, length: IntArray, s_keep: IntArray) -> IntArray:
     """[C] rows removed from the front of each chunk; at least one stays."""
     return np.clip(s_keep - start, 0, length - 1)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_yoco.plan import BoolArray, IntArray
+from vllm_yoco.plan import BoolArray, IntArray, clipped_rows
 
 
 def lower_bounds(
@@ -26,8 +26,7 @@ def lower_bounds(
 
 def kept_lens(query_lens: IntArray, start: IntArray, bounds: IntArray) -> IntArray:
     """[R] rows that the consumer layers run on: the last ones of each chunk, at least one."""
-    kept: IntArray = query_lens - np.clip(bounds - start, 0, query_lens - 1)
-    return kept
+    return query_lens - clipped_rows(start, query_lens, bounds)
 
 
 def placeholders(query_lens: IntArray, start: IntArray, bounds: IntArray) -> IntArray:

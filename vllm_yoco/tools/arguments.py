@@ -38,6 +38,15 @@ def _number(text: str, least: int, or_else: str = "") -> int:
     return int(text)
 
 
+def split(text: str, item: Callable[[str], Any]) -> tuple[Any, ...]:
+    """The values of a list that is separated by commas."""
+    return tuple(item(part.strip()) for part in text.split(","))
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return split(text, non_negative)
+
+
 class List(argparse.Action):
     """Values separated by commas, by spaces, or both: ``--keep-tokens min,exact`` and ``--keep-tokens min exact``."""
 
@@ -50,7 +59,7 @@ class List(argparse.Action):
     ) -> None:
         given: Sequence[str] = values
         try:
-            items = [self.item(part.strip()) for value in given for part in value.split(",")]
+            items = [value for text in given for value in split(text, self.item)]
         except argparse.ArgumentTypeError as error:
             raise argparse.ArgumentError(self, str(error)) from None
         setattr(namespace, self.dest, items)

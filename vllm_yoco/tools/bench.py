@@ -45,17 +45,17 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_yoco.config import Truncation
 from vllm_yoco.tools import bench_engine, bench_report
+from vllm_yoco.tools.arguments import numbers
 from vllm_yoco.tools.bench_engine import BenchEngine, Workload
 from vllm_yoco.tools.bench_report import AGAIN, REFERENCE
 from vllm_yoco.tools.check_inputs import MODEL_HELP, open_model, resolve_keeps
 from vllm_yoco.tools.engine_process import RUNNERS, EngineError, EngineHost
-from vllm_yoco.tools.report import add_json_argument, emit, progress
+from vllm_yoco.tools.report import add_json_argument, emit, make_report_folder, progress
 
 if TYPE_CHECKING:
     from vllm_yoco.models.config import YocoModelConfig
@@ -106,12 +106,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measure", metavar="NAME,...", default="prefill,decode", help=", ".join(MEASURES))
     parser.add_argument("--modes", metavar="NAME,...", default="off,compact", help=f"of {', '.join(MODES)}")
     parser.add_argument("--keep-tokens", metavar="K,...", default="min", help="numbers, min, exact (default: min)")
-    parser.add_argument("--prompt-tokens", metavar="L,...", type=_numbers, help="lengths (default: 512 to 8192)")
-    parser.add_argument("--chunk-tokens", metavar="C,...", type=_numbers, help="chunks: sizes (default: L/1 to L/16)")
-    parser.add_argument("--batches", metavar="N,...", type=_numbers, default=DECODE_BATCHES, help="decode: sizes")
-    parser.add_argument("--concurrency", metavar="N,...", type=_numbers, default=CONCURRENCY, help="traffic: requests")
+    parser.add_argument("--prompt-tokens", metavar="L,...", type=numbers, help="lengths (default: 512 to 8192)")
+    parser.add_argument("--chunk-tokens", metavar="C,...", type=numbers, help="chunks: sizes (default: L/1 to L/16)")
+    parser.add_argument("--batches", metavar="N,...", type=numbers, default=DECODE_BATCHES, help="decode: sizes")
+    parser.add_argument("--concurrency", metavar="N,...", type=numbers, default=CONCURRENCY, help="traffic: requests")
     parser.add_argument("--step-tokens", metavar="C", type=int, default=2048, help="traffic: rows a step may take")
-    parser.add_argument("--hit-tokens", metavar="H,...", type=_numbers, help="hits: lengths (default: 0 to 3/4 L)")
+    parser.add_argument("--hit-tokens", metavar="H,...", type=numbers, help="hits: lengths (default: 0 to 3/4 L)")
     parser.add_argument("--output-tokens", metavar="N", type=int, default=64, help="decode, traffic (default: 64)")
     parser.add_argument("--repeats", metavar="N", type=int, default=3, help="rounds (default: 3)")
     parser.add_argument(
@@ -125,16 +125,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine-flags", metavar="FLAGS", type=shlex.split, default=[], help="of vLLM, as in '--block-size 64'"
     )
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers, as in 512,4096") from None
-    if min(numbers) < 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: none may be negative")
-    return numbers
 
 
 def _names(flag: str, text: str, known: Sequence[str]) -> list[str]:
@@ -157,9 +147,7 @@ def run(args: argparse.Namespace) -> int:
     if args.repeats < 1 or args.output_tokens < 2 or args.step_tokens < 1 or min(args.prompt_tokens or [1]) < 1:
         raise ValueError("--repeats, --step-tokens and --prompt-tokens must be 1 or more, --output-tokens 2 or more.")
     if args.out is not None:
-        if find_spec("matplotlib") is None:
-            raise ValueError("--out: its plot needs matplotlib. Run pip install 'vllm-yoco[plot]'.")
-        args.out.mkdir(parents=True, exist_ok=True)
+        make_report_folder(args.out)
     with open_model(args.model, args.seed) as (directory, config):
         room = config.max_position_embeddings - args.output_tokens
         args.prompt_tokens = args.prompt_tokens or tuple(n for n in PROMPT_TOKENS if n <= room)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from vllm_yoco import __version__
 from vllm_yoco.model_cost import Prefill, YocoCost, layer_rows
-from vllm_yoco.tools.report import Number, new_figure, percent, table
+from vllm_yoco.tools.report import Number, json_document, new_figure, percent, table
 
 if TYPE_CHECKING:
     from vllm_yoco.tools.bench_engine import BenchEngine
@@ -167,27 +165,33 @@ def _reached(p: Mapping[str, Any], name: str) -> Number | None:
     return percent(p["series"][name]["speedup"] / ceiling) if ceiling else None
 
 
+def _series(points: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str, Mapping[str, Any]]]:
+    """Point, engine and what it measured there: the lines of a table."""
+    for p in points:
+        for name, series in p["series"].items():
+            yield p, name, series
+
+
 def _ttft_table(points: Sequence[Mapping[str, Any]]) -> str:
     rows = []
-    for p in points:
-        for name, s in p["series"].items():
-            ceilings = p["ceilings"].get(name, {})
-            rows.append(
-                (
-                    max(p["prompt_tokens"]),
-                    p["chunk_tokens"] or "all",
-                    p["hit_tokens"],
-                    name,
-                    Number(f"{s['best']:,.0f}"),
-                    Number(f"{s['median']:,.0f}"),
-                    _spread(s),
-                    _gain(s["speedup"]),
-                    _gain(s["paired"]),
-                    _gain(ceilings.get("measured")),
-                    _gain(ceilings.get("flops")),
-                    _reached(p, name),
-                )
+    for p, name, s in _series(points):
+        ceilings = p["ceilings"].get(name, {})
+        rows.append(
+            (
+                max(p["prompt_tokens"]),
+                p["chunk_tokens"] or "all",
+                p["hit_tokens"],
+                name,
+                Number(f"{s['best']:,.0f}"),
+                Number(f"{s['median']:,.0f}"),
+                _spread(s),
+                _gain(s["speedup"]),
+                _gain(s["paired"]),
+                _gain(ceilings.get("measured")),
+                _gain(ceilings.get("flops")),
+                _reached(p, name),
             )
+        )
     headers = (
         *("L", "chunk", "hit", "engine", "TTFT best, ms", "median", "spread", "speed-up", "paired"),
         *("ceiling", "by FLOPs", "reached"),
@@ -209,21 +213,20 @@ def _render(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def _decode_table(points: Sequence[Mapping[str, Any]]) -> str:
     rows = []
-    for p in points:
-        for name, s in p["series"].items():
-            runs = s["runs"]
-            rows.append(
-                (
-                    p["concurrency"],
-                    name,
-                    s["best"],
-                    s["median"],
-                    median(r["median_tpot_ms"] for r in runs),
-                    _spread(s),
-                    Number(f"{1 / s['paired'] - 1:+.1%}"),
-                    Number(f"{1 / s['speedup'] - 1:+.1%}"),
-                )
+    for p, name, s in _series(points):
+        runs = s["runs"]
+        rows.append(
+            (
+                p["concurrency"],
+                name,
+                s["best"],
+                s["median"],
+                median(r["median_tpot_ms"] for r in runs),
+                _spread(s),
+                Number(f"{1 / s['paired'] - 1:+.1%}"),
+                Number(f"{1 / s['speedup'] - 1:+.1%}"),
             )
+        )
     headers = (
         *("batch", "engine", "ITL best, ms", "ITL median", "TPOT median", "spread", "vs off, paired", "vs off, best"),
     )
@@ -232,25 +235,24 @@ def _decode_table(points: Sequence[Mapping[str, Any]]) -> str:
 
 def _traffic_table(points: Sequence[Mapping[str, Any]]) -> str:
     rows = []
-    for p in points:
-        for name, s in p["series"].items():
-            best = min(s["runs"], key=lambda run: run["duration"])
-            ceiling = p["ceilings"].get(name, {}).get("rows")
-            rows.append(
-                (
-                    p["concurrency"],
-                    name,
-                    Number(f"{best['duration']:.1f}"),
-                    Number(f"{best['total_token_throughput']:,.0f}"),
-                    Number(f"{min(r['median_ttft_ms'] for r in s['runs']):,.0f}"),
-                    Number(f"{min(r['p99_itl_ms'] for r in s['runs']):,.0f}"),
-                    Number(f"{min(r['median_tpot_ms'] for r in s['runs']):,.0f}"),
-                    _spread(s),
-                    _gain(s["speedup"]),
-                    _gain(ceiling),
-                    percent(s["speedup"] / ceiling) if ceiling else None,
-                )
+    for p, name, s in _series(points):
+        best = min(s["runs"], key=lambda run: run["duration"])
+        ceiling = p["ceilings"].get(name, {}).get("rows")
+        rows.append(
+            (
+                p["concurrency"],
+                name,
+                Number(f"{best['duration']:.1f}"),
+                Number(f"{best['total_token_throughput']:,.0f}"),
+                Number(f"{min(r['median_ttft_ms'] for r in s['runs']):,.0f}"),
+                Number(f"{min(r['p99_itl_ms'] for r in s['runs']):,.0f}"),
+                Number(f"{min(r['median_tpot_ms'] for r in s['runs']):,.0f}"),
+                _spread(s),
+                _gain(s["speedup"]),
+                _gain(ceiling),
+                percent(s["speedup"] / ceiling) if ceiling else None,
             )
+        )
     headers = (
         *("requests", "engine", "duration, s", "tokens/s", "TTFT median, ms", "ITL p99", "TPOT median", "spread"),
         *("gain", "by layer rows", "reached"),
@@ -335,8 +337,7 @@ _TABLES = {
 
 def write_report(folder: Path, results: Mapping[str, Any]) -> None:
     """report.json, report.md and report.png. Raises OSError for a file that cannot be written."""
-    document = {"command": "bench", "version": __version__, **results}
-    (folder / "report.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    (folder / "report.json").write_text(json_document("bench", results) + "\n", encoding="utf-8")
     drawn = _plot(results, folder / "report.png")
     text = "\n\n".join(f"## {title}\n\n```text\n{body}\n```" for title, body in sections(results))
     picture = "\n\n![Speed-up over prompt length](report.png)" if drawn else ""

@@ -37,7 +37,15 @@ from vllm_yoco.model_cost import Prefill, YocoCost
 from vllm_yoco.presets import find_model_config, model_presets
 from vllm_yoco.tools.arguments import input_file, model_dir
 from vllm_yoco.tools.report import table
-from vllm_yoco.tools.server import Interrupted, Server, ServerError, interruptible, log_tail, running_server
+from vllm_yoco.tools.server import (
+    Interrupted,
+    Server,
+    ServerError,
+    interruptible,
+    log_tail,
+    openai_client,
+    running_server,
+)
 from vllm_yoco.worker_extension import COMPUTED_ROWS, QUALNAME
 
 if TYPE_CHECKING:
@@ -213,14 +221,8 @@ def _serve_and_ask(
     _say(f"{mode}: starting the server, which takes half a minute or more on a CPU")
     with running_server(flags, log=log, env=ENV, progress=progress) as server:
         _say(f"{mode}: healthy after {server.start_seconds:.0f} s: {server.command}")
-        client = openai.OpenAI(
-            base_url=f"{server.url}/v1",
-            api_key="none",
-            max_retries=0,
-            http_client=openai.DefaultHttpxClient(trust_env=False),  # no proxy to loopback
-        )
         try:
-            return _ask(mode, server, client, prompts, max_tokens, questions)
+            return _ask(mode, server, openai_client(server.url), prompts, max_tokens, questions)
         except (openai.OpenAIError, OSError) as error:
             raise ServerError(f"{mode}: a request failed ({error})", log_tail(log)) from error
 

@@ -37,7 +37,6 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,7 +61,7 @@ from vllm_yoco.tools.engine_process import RUNNERS, EngineError, EngineHost, Eng
 from vllm_yoco.tools.error_backends import Backend, EngineBackend, ReferenceBackend
 from vllm_yoco.tools.error_report import summary, write_report
 from vllm_yoco.tools.error_study import measure
-from vllm_yoco.tools.report import add_json_argument, emit
+from vllm_yoco.tools.report import add_json_argument, emit, make_report_folder
 
 if TYPE_CHECKING:
     from vllm_yoco.models.config import YocoModelConfig
@@ -103,9 +102,7 @@ def run(args: argparse.Namespace) -> int:
     if args.max_tokens < 1 or (args.max_prompt_tokens is not None and args.max_prompt_tokens < 1):
         raise ValueError("--max-tokens and --max-prompt-tokens must be 1 or more.")
     if args.out is not None:
-        if find_spec("matplotlib") is None:
-            raise ValueError("--out: its plots need matplotlib. Run pip install 'vllm-yoco[plot]'.")
-        args.out.mkdir(parents=True, exist_ok=True)
+        make_report_folder(args.out)
     with _open(args) as (directory, config):
         truncations = _sweep(args.keep_tokens, config)
         prompts = _prompts(args, directory, config, truncations)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from vllm_yoco import __version__
 from vllm_yoco.tools import error_plots
 from vllm_yoco.tools.error_metrics import CHANGED
 from vllm_yoco.tools.error_plots import span
 from vllm_yoco.tools.error_study import LAYER_ERRORS
-from vllm_yoco.tools.report import Number, percent, table
+from vllm_yoco.tools.report import Number, json_document, percent, table
 
 PLOTS = {"k": "error_over_k.png", "position": "error_over_position.png", "layer": "error_over_layer.png"}
 
@@ -108,8 +106,7 @@ def small(value: float) -> Number:
 
 def write_report(folder: Path, text: str, results: dict[str, Any]) -> None:
     """report.json, report.md and the plots. Raises OSError for a file that cannot be written."""
-    document = {"command": "error", "version": __version__, **results}
-    (folder / "report.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    (folder / "report.json").write_text(json_document("error", results) + "\n", encoding="utf-8")
     images = error_plots.draw(results, {name: folder / file for name, file in PLOTS.items()})
     pictures = "\n".join(f"![{title}]({path.name})\n" for title, path in images.items())
     (folder / "report.md").write_text(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,15 +31,25 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def json_document(command: str, results: Mapping[str, Any]) -> str:
+    """The results as JSON, headed by command and version."""
+    return json.dumps({"command": command, "version": __version__, **results}, indent=1)
+
+
+def make_report_folder(folder: Path) -> None:
+    """The folder of ``--out``. Raises ValueError, before any work is done, if its plots could not be drawn."""
+    if find_spec("matplotlib") is None:
+        raise ValueError("--out: its plots need matplotlib. Run pip install 'vllm-yoco[plot]'.")
+    folder.mkdir(parents=True, exist_ok=True)
+
+
 def emit(command: str, text: str, results: Mapping[str, Any], json_to: str | None) -> None:
     """Print ``text``, or ``results`` if ``json_to`` is -; write them to the file that it names otherwise.
-
-    Command and version head the JSON document.
 
     Raises:
         OSError: if the file cannot be written.
     """
-    document = json.dumps({"command": command, "version": __version__, **results}, indent=1)
+    document = json_document(command, results)
     print(document if json_to == "-" else text)
     if json_to not in (None, "-"):
         Path(json_to).write_text(document + "\n", encoding="utf-8")

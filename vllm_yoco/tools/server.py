@@ -25,7 +25,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 HOST = "127.0.0.1"
 GRACE_SECONDS = 15.0
@@ -76,6 +79,18 @@ class Server:
         )
         with _opener.open(request, timeout=60) as answer:
             return json.load(answer)
+
+
+def openai_client(url: str) -> OpenAI:
+    """A client of the server at ``url``, which fails rather than asks again."""
+    import openai
+
+    return openai.OpenAI(
+        base_url=f"{url}/v1",
+        api_key="none",
+        max_retries=0,
+        http_client=openai.DefaultHttpxClient(trust_env=False),  # no proxy to loopback
+    )
 
 
 @contextlib.contextmanager

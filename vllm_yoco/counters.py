@@ -15,6 +15,8 @@ import multiprocessing
 import os
 import shutil
 import tempfile
+import time
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -63,9 +65,15 @@ class CounterFile:
     def __init__(self, instance_id: str) -> None:
         folder = directory(instance_id)
         try:
+            if not folder.exists():
+                remove_abandoned()
             folder.mkdir(mode=0o700, exist_ok=True)
             if folder.stat().st_uid != os.getuid():
                 raise PermissionError(f"{folder} belongs to another user")
+            # Held until the process ends, however it ends: see remove_abandoned.
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            weakref.finalize(self, os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_SH)
             # "r+" after "w+": the admission and the scheduler of an in-process engine share one file.
             path = folder / f"{os.getpid()}.counters"
             mode = "r+" if path.exists() else "w+"
@@ -110,6 +118,28 @@ def take(instance_id: str) -> dict[str, int]:
 
 def remove(instance_id: str) -> None:
     shutil.rmtree(directory(instance_id), ignore_errors=True)
+
+
+GRACE_S = 60.0
+"""Age from which a folder may be abandoned: one that is just being made is not locked yet."""
+
+
+def remove_abandoned() -> None:
+    """Remove what engines left whose processes were killed: folders of this user that nobody counts in any more."""
+    for folder in Path(tempfile.gettempdir()).glob(f"vllm-yoco-{os.getuid()}-*"):
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            status = os.fstat(lock)
+            if status.st_uid == os.getuid() and time.time() - status.st_mtime > GRACE_S:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # in use
+            pass
+        finally:
+            os.close(lock)
 
 
 def prefill_rows(start: int, length: int, num_prompt_tokens: int, keep_tokens: int, mode: Mode) -> Mapping[str, int]:

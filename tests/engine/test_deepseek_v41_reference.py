@@ -243,6 +243,60 @@ def activation(engines: Any) -> Rows:
     return [row("swiglu", ours.swiglu(x, w1, w2, w3, 1.5), theirs)]
 
 
+def engram(engines: Any) -> Rows:
+    """Layout and multipliers, n-gram hashes of two sequences in chunks, and the gate, from vLLM's kernels."""
+    from vllm.models.deepseek_v41.common import engram as theirs
+
+    from vllm_yoco.models import deepseek_v41_engram as ours
+
+    prepare_process()
+    fields = {
+        "engram_layer_ids": [1, 3], "engram_num_embeddings": [600, 900], "engram_max_ngram_size": 4,
+        "engram_n_heads": 2, "engram_head_dim": 8, "engram_vocab_size": 70, "engram_compressed_vocab_size": 150,
+        "engram_pad_token_id": 7,
+    }  # fmt: skip
+    mine = ours.EngramLayout.read(fields)
+    assert mine is not None
+    layout = theirs.EngramLayout(SimpleNamespace(**fields))
+    multipliers = theirs.compute_hash_multipliers((1, 3), 4, 150)
+    primes, offsets = torch.tensor(layout.primes), layout.offsets
+    found = [
+        row("primes", torch.from_numpy(mine.moduli()), primes.flatten(1), 0.0),
+        row("multipliers", torch.from_numpy(mine.multipliers() % 2**20), multipliers % 2**20, 0.0),
+    ]
+
+    token_map = torch.randint(0, 150, (256,), generator=rng(), dtype=torch.int32)
+    tokens = [torch.randint(0, 256, (n,), generator=rng(n)) for n in (40, 9)]
+    state = SimpleNamespace(
+        use_slot_cache=False, multipliers=multipliers, primes=primes, offsets=offsets, token_map=token_map,
+        pad_id=int(token_map[7]), block_size=32,
+    )  # fmt: skip
+    # One step with rows 35.. of the first sequence and the whole of the second.
+    begin, first = 35, tokens[0]
+    ids = torch.cat((first[begin:], tokens[1]))
+    positions = torch.cat((torch.arange(begin, 40), torch.arange(9)))
+    lookback = torch.stack((first[begin - 3 : begin].flip(0), torch.full((3,), -1)))
+    hashed = theirs.NgramHashState.forward(
+        state, ids, positions, torch.tensor([0, 5, 14]), torch.zeros(14, dtype=torch.bool),
+        lookback, torch.zeros(2, 3, dtype=torch.bool), None, None,
+    )  # fmt: skip
+    map_, pad = token_map.numpy(), int(token_map[7])
+    expected = [mine.hashes(map_[t.numpy()], pad) for t in tokens]
+    joined = np.concatenate((expected[0][:, begin:], expected[1]), axis=1)
+    found.append(row("hashes", torch.from_numpy(joined), hashed.transpose(0, 1), 0.0))
+
+    streams, rows, weights = normal(7, 3, 16), normal(7, 12, 8, seed=1), 1 + 0.1 * normal(2, 3, 16, seed=2)
+    wkv = normal(4 * 16, 96, seed=3) / 10
+    layer = SimpleNamespace(
+        _batch=None, wkv=lambda x: x @ wkv.T, embed=lambda _: rows, use_sequence_parallel=False, hc_mult=3, dim=16,
+        q_weight=weights[0], k_weight=weights[1], eps=EPS, clamp_value=ours.MINIMUM_DOT,
+    )  # fmt: skip
+    out = theirs.Engram.forward(layer, streams, torch.zeros(7, 12))
+    w = {"engram.wkv.weight": wkv, "engram.q_weight": weights[0], "engram.k_weight": weights[1]}
+    found.append(row("gate", ours.inject(streams, rows, w, EPS), out))
+    return found
+
+
 # --- transformers ---------------------------------------------------------------------------------------------------
 
 
@@ -291,7 +345,8 @@ def transformers_v4(engines: Any) -> Rows:
 
 
 JOBS = [
-    hyper_connections, compressor, rotary, index_keys, norms, candidates, index_scores, activation, transformers_v4,
+    hyper_connections, compressor, rotary, index_keys, norms, candidates, index_scores, activation, engram,
+    transformers_v4,
 ]  # fmt: skip
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,3 +52,34 @@ def test_api_servers_share_the_engine_of_their_parent(monkeypatch: pytest.Monkey
     assert counters.take("own id of server 0") == NOTHING | {"prompt_logprobs_dropped": 1}
     as_api_server(monkeypatch, "MainProcess")
     assert counters.take("own id of server 0") == NOTHING  # elsewhere an id is what it says
+
+
+COUNT = "import sys; from vllm_yoco import counters as c; x = c.CounterFile(sys.argv[1]); x.add(scheduled=1); "
+
+
+def test_what_a_killed_engine_left_is_removed_by_the_next() -> None:
+    """Folders of live engines, of other users' names and of those that just start stay."""
+    environment = os.environ | {"TMPDIR": tempfile.gettempdir()}
+
+    def engine(name: str, then: str) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", COUNT + then, name], env=environment, stdout=subprocess.PIPE, stdin=subprocess.PIPE
+        )
+        assert process.stdout is not None and process.stdout.read(1) == b"."
+        return process
+
+    wait = "print('.', end='', flush=True); sys.stdin.read()"
+    killed, alive, new = engine("killed", wait), engine("alive", wait), engine("new", wait)
+    for process in (killed, new):
+        process.kill()
+        process.communicate()
+    other = Path(tempfile.gettempdir()) / f"vllm-yoco-{os.getuid() + 1}-other"
+    other.mkdir()
+    long_ago = time.time() - 2 * counters.GRACE_S
+    for folder in (counters.directory("killed"), counters.directory("alive"), other):
+        os.utime(folder, (long_ago, long_ago))
+    counters.CounterFile("another")
+    assert not counters.directory("killed").exists()
+    assert counters.directory("new").exists() and other.exists()
+    assert counters.read("alive")["scheduled"] == 1
+    alive.communicate()

@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -152,9 +153,54 @@ def test_candidates_limit_later_selections(tokens: Tensor) -> None:
     assert difference(few.logprobs(tokens)[:60], none.logprobs(tokens)[:60]) <= TOLERANCE
 
 
-def test_engram_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"engram_layer_ids=\[1\]"):
-        changed(engram_layer_ids=[1])
+ENGRAM: dict[str, Any] = {
+    "engram_layer_ids": [1, 2], "engram_num_embeddings": [200, 300], "engram_max_ngram_size": 3, "engram_n_heads": 2,
+    "engram_head_dim": 8, "engram_vocab_size": 30, "engram_compressed_vocab_size": 200, "engram_pad_token_id": 2,
+}  # fmt: skip
+
+
+def test_engram_below_the_boundary_leaves_truncation_as_it_is(tokens: Tensor) -> None:
+    model = DenseV41.random(changed(**ENGRAM))
+    mask, compact = (model.logprobs(tokens, keep_tokens=MINIMUM, compact=c) for c in (False, True))
+    assert difference(mask[-MINIMUM:], compact[-MINIMUM:]) <= TOLERANCE
+    off = model.logprobs(tokens)
+    assert difference(model.logprobs(tokens, keep_tokens=L), off) == 0
+    assert difference(off[-1], mask[-1]) > 1e-3
+    without = {name: t for name, t in model.weights.items() if ".engram." not in name}
+    assert difference(off, DenseV41(V41Config.read(CONFIG), without).logprobs(tokens)) > 1e-2
+    assert difference(off[:50], model.logprobs(tokens[:50])) <= TOLERANCE
+
+
+def test_engram_sees_the_last_tokens_and_their_order(tokens: Tensor) -> None:
+    """The hashes of a row are those of its n-grams: of two tokens and of three, padded before the start."""
+    layout = changed(**ENGRAM).engram
+    assert layout is not None
+    ids = tokens.numpy() % 200
+    one = layout.hashes(ids, 2)
+    assert one.shape == (2, L, 4)
+    edited = ids.copy()
+    edited[50] = (edited[50] + 1) % 200
+    different = (layout.hashes(edited, 2) != one).any(axis=0)
+    assert different[:, :2].any(1).nonzero()[0].tolist() == [50, 51]
+    assert different[:, 2:].any(1).nonzero()[0].tolist() == [50, 51, 52]
+    assert (layout.hashes(ids[::-1].copy(), 2)[:, ::-1] != one)[:, 5:-5].any(axis=(0, 2)).all()
+    # Each column has a range of the table of its own, as long as its prime.
+    first_row, primes = np.array([0, 31, 68, 109]), np.array([31, 37, 41, 43])
+    assert ((one[0] >= first_row) & (one[0] < first_row + primes)).all()
+    assert layout.moduli().tolist() == [[31, 37, 41, 43], [47, 53, 59, 61]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"engram_layer_ids": [0, 1]}, "layer 0"),
+        ({"engram_n_heads": None, "engram_vocab_size": None}, "engram_n_heads, engram_vocab_size"),
+        ({"engram_num_embeddings": [151, 300]}, "engram_num_embeddings=151 of layer 1 must be at least 152"),
+    ],
+)
+def test_broken_engram_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        changed(**ENGRAM | changes)
 
 
 def test_wrong_weights_are_refused(model: DenseV41) -> None:
@@ -219,7 +265,7 @@ def test_error_command(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ({}, ["--backend", "engine"], "--backend engine"),
         ({"hidden_size": 65536}, [], "too many for the dense float32 reference"),
-        ({"engram_layer_ids": [1]}, [], "no Engram layers"),
+        ({"engram_layer_ids": [1]}, [], "engram_num_embeddings"),
         ({"compress_ratios": [2] * 9}, [], "no consumer boundary"),
     ],
 )

@@ -1,8 +1,8 @@
 """The text model of DeepSeek-V4.1 as one dense float32 forward: what truncation means on the real topology.
 
 No cache, no quantisation, no kernels, free dimensions; with random weights of a tiny config it is the oracle of the
-tests and of ``vllm-yoco error``. Parameters have the names of the checkpoint. Not covered: Engram (refused), the vision
-tower and draft layers (ignored).
+tests and of ``vllm-yoco error``. Parameters have the names of the checkpoint. Not covered: the vision tower and draft
+layers (ignored).
 
     streams       h copies of the hidden row, mixed by hyper-connections around every sub-layer; a sub-layer's input is
                   collapsed with the *previous* sub-layer's pre-mix, layer 0 takes copy 0
@@ -12,6 +12,7 @@ tower and draft layers (ignored).
     compressed    ratio 1: norm(wkv x);  ratio 2: two rows pooled with a softmax gate, then norm
     index         scores sum_h w_h relu(q_h . k);  k = norm(wk latent); the candidate source publishes blocks of keys,
                   later indexers choose among them only
+    Engram        n-gram memory that some producers add to their streams first (``deepseek_v41_engram``)
     MoE           sqrt(softplus) scores, top-k by score + bias, weights by score; clamped SwiGLU; one shared expert
 
 Truncation: consumer rows see no SWA key below ``s_keep`` (``plan.swa_visible``). ``mask`` computes every row,
@@ -32,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_yoco.deepseek_topology import DeepseekTopology, read_deepseek_topology
+from vllm_yoco.models.deepseek_v41_engram import EngramLayout, inject, token_ids_to_compressed
 from vllm_yoco.topology import LayerTopology
 
 POST_MULTIPLIER = 2.0
@@ -43,22 +45,18 @@ class V41Config:
     """Sizes of the text model, from a Hugging Face config; names are the config's.
 
     Raises:
-        ValueError: for a broken topology, or Engram layers, which the reference does not have.
+        ValueError: for a broken topology or broken Engram fields.
     """
 
     fields: Mapping[str, Any]
     layers: DeepseekTopology
+    engram: EngramLayout | None
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> V41Config:
         text = config.get("text_config") or config
         layers = read_deepseek_topology(text)
-        if layers.engram_layers:
-            raise ValueError(
-                f"engram_layer_ids={list(layers.engram_layers)}: the float32 reference has no Engram layers. Remove"
-                " them from the config; below the boundary they do not interact with truncation."
-            )
-        return cls(text, layers)
+        return cls(text, layers, EngramLayout.read(text))
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -111,6 +109,8 @@ def parameter_shapes(config: V41Config) -> dict[str, tuple[int, ...]]:
                 "attn.indexer.wq_b.weight": (c.index_n_heads * c.index_head_dim, c.q_lora_rank),
                 "attn.indexer.weights_proj.weight": (c.index_n_heads, hidden),
             }
+        if config.engram is not None:
+            layer |= config.engram.parameter_shapes(n, hidden, c.hc_mult)
         experts = [(f"ffn.experts.{e}", c.moe_intermediate_size) for e in range(c.n_routed_experts)]
         for name, size in [*experts, *([("ffn.shared_experts", shared)] if shared else [])]:
             layer |= {f"{name}.w1.weight": (size, hidden), f"{name}.w3.weight": (size, hidden)}
@@ -128,13 +128,13 @@ def random_state_dict(config: V41Config, seed: int = 0) -> dict[str, Tensor]:
     generator, weights = torch.Generator().manual_seed(seed), {}
     for name, shape in parameter_shapes(config).items():
         noise = torch.randn(shape, generator=generator)
-        if name.endswith("norm.weight"):
+        if name.endswith(("norm.weight", "engram.q_weight", "engram.k_weight")):
             weights[name] = 1.0 + 0.1 * noise
         elif name.endswith(("_base", "gate.bias", "attn_sink")):
             weights[name] = 0.3 * noise
         elif name.endswith("_scale"):
             weights[name] = 1.0 + 0.1 * noise
-        elif name == "embed.weight":
+        elif name.endswith("embed.weight"):
             weights[name] = noise
         else:
             weights[name] = noise * 1.5 / math.sqrt(shape[-1])
@@ -321,14 +321,20 @@ class _Shared:
 
 
 class DenseV41:
-    """The model. ``weights`` have the names and shapes of ``parameter_shapes``; ValueError if they have not."""
+    """The model. ``weights`` have the names and shapes of ``parameter_shapes``; ValueError if they have not.
 
-    def __init__(self, config: V41Config, weights: Mapping[str, Tensor]) -> None:
+    Args:
+        token_map: [vocab] Engram's compressed id of each token; see ``token_ids_to_compressed`` without it.
+    """
+
+    def __init__(
+        self, config: V41Config, weights: Mapping[str, Tensor], token_map: Sequence[int] | None = None
+    ) -> None:
         shapes = parameter_shapes(config)
         wrong = sorted(name for name in shapes.keys() | weights if _shape(weights, name) != shapes.get(name))
         if wrong:
             raise ValueError(f"weights that are missing, unknown or misshapen: {', '.join(wrong[:5])}")
-        self.config, self.topology = config, config.topology()
+        self.config, self.topology, self._token_map = config, config.topology(), token_map
         self.weights = {name: tensor.float() for name, tensor in weights.items()}
         self.inv_freq = rotary_frequencies(config, 0)
         self._inv_freq = [rotary_frequencies(config, ratio) for ratio in (0, 1, 2)]
@@ -363,7 +369,10 @@ class DenseV41:
         streams = embedded[:, None].expand(-1, config.hc_mult, -1)
         rows, pre, shared = torch.arange(length), None, _Shared()
         trace = trace or Trace()
+        hashes = self._engram_hashes(token_ids)
         for n in range(topology.num_layers):
+            if n in hashes:
+                streams = self._inject(n, streams, hashes[n][rows])
             lowest = s_keep if topology.is_consumer(n) else 0
             if n == topology.boundary and boundary_swa == "open":
                 lowest = 0
@@ -391,6 +400,23 @@ class DenseV41:
             found.append(self.logprobs(torch.tensor(tokens), **options)[-1])
             tokens.append(int(found[-1].argmax()))
         return tokens[len(prompt) :], torch.stack(found) if found else torch.empty(0, self.config.vocab_size)
+
+    def _engram_hashes(self, token_ids: Tensor) -> dict[int, Tensor]:
+        """Layer -> [T, C] rows of its table; every layer hashes the whole sequence."""
+        layout = self.config.engram
+        if layout is None:
+            return {}
+        size = layout.compressed_vocab_size
+        ids, pad = (
+            token_ids_to_compressed(tokens, self._token_map, size)
+            for tokens in (token_ids, torch.tensor([layout.pad_token_id]))
+        )
+        return dict(zip(layout.layer_ids, torch.from_numpy(layout.hashes(ids, int(pad[0]))), strict=True))
+
+    def _inject(self, n: int, streams: Tensor, table_rows: Tensor) -> Tensor:
+        prefix = f"layers.{n}."
+        w = {name.removeprefix(prefix): t for name, t in self.weights.items() if name.startswith(f"{prefix}engram.")}
+        return inject(streams, w["engram.embed.weight"][table_rows], w, self.config.rms_norm_eps)
 
     def _layer(
         self,

@@ -59,7 +59,7 @@ def _first_kept(scheduler: Any, truncation: Any, request_id: str) -> int:
 
 
 def _count_steps(scheduler: Any, truncation: Any, cap: Any) -> None:
-    from vllm_yoco.counters import CounterFile, prefill_rows
+    from vllm_yoco.counters import CounterFile, step_rows
     from vllm_yoco.requests import keeps_every_row
 
     counters = CounterFile(scheduler.vllm_config.instance_id)
@@ -70,17 +70,17 @@ def _count_steps(scheduler: Any, truncation: Any, cap: Any) -> None:
         cached = output.scheduled_cached_reqs
         starts = {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
         starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        chunks = []
         for req_id, start in starts.items():
             request = scheduler.requests[req_id]
-            if start >= request.num_prompt_tokens:
-                continue
             full = keeps_every_row(request.sampling_params, truncation.prompt_logprobs)
             keep = request.num_prompt_tokens if full else truncation.keep_tokens
-            length = output.num_scheduled_tokens[req_id]
-            counters.add(**prefill_rows(start, length, request.num_prompt_tokens, keep, truncation.mode))
-            lost = cap.take_lost_rows(req_id)
+            chunks.append((start, output.num_scheduled_tokens[req_id], request.num_prompt_tokens, keep))
+            lost = cap.take_lost_rows(req_id) if start < request.num_prompt_tokens else 0
             if lost:
                 counters.add(hits_shortened=1, hit_rows_lost=lost)
+        # Connectors keep placeholders computed; see SubBatchBuilder.build.
+        counters.add(**step_rows(chunks, truncation.mode, may_idle=scheduler.connector is None))
         return output
 
     scheduler.schedule = counted

@@ -6,6 +6,9 @@ microbatch: own row order, own attention metadata, own forward context.
     full batch     req 0: 0 1 2 3 4 5 6 7 | req 1: 0 1 2 | req 2: 9        producers, global KV writes
     kept rows             . . . . . 5 6 7 |        . . 2 |        9        consumers
 
+A chunk wholly below ``s_keep`` (req 1) leaves a placeholder, whose token the runner throws away. A step of nothing
+but placeholders is idle: no consumer layer runs.
+
 Global attention of the sub-batch needs new query boundaries only: the kept rows are the tail of each chunk, so
 sequence lengths and block tables stand. Sliding-window attention also gets the clipped view of
 ``vllm_yoco.attention``. ``mask`` builds the same sub-batch and uses it for the sliding-window branch alone.
@@ -24,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.forward_context import ForwardContext, create_forward_context, get_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.utils import AttentionGroup
@@ -42,18 +46,18 @@ class ConsumerStep:
     """The kept rows of one forward.
 
     Attributes:
-        rows: [T'] device int64, index of each kept row in the full batch, ascending.
+        rows: [T'] device int64, index of each kept row in the full batch, ascending; empty in an idle step.
         positions: [T'] device int64, absolute position of each.
         empty: [T', 1] device bool, rows that see no SWA key; None where every row sees at least one.
         compact: run the consumer layers on ``rows`` only, not just their sliding-window branch.
-        forward_context: context of the sub-batch.
+        forward_context: context of the sub-batch; None in an idle step.
     """
 
     rows: torch.Tensor
     positions: torch.Tensor
     empty: torch.Tensor | None
     compact: bool
-    forward_context: ForwardContext
+    forward_context: ForwardContext | None
 
 
 def current_step() -> ConsumerStep | None:
@@ -121,7 +125,7 @@ class SubBatchBuilder:
         step's metadata.
         """
         num_reqs = len(step.start)
-        query_lens = np.diff(step.query_start_loc)
+        query_lens = step.query_start_loc[1:] - step.query_start_loc[:-1]
         # A row that is neither prefill nor past its prompt belongs to a dummy batch and has no cells.
         real = step.is_prefilling[:num_reqs].numpy() | (step.start >= step.num_prompt_tokens)
         keep_start = np.maximum(step.num_prompt_tokens - self._truncation.keep_tokens, 0)
@@ -158,6 +162,10 @@ class SubBatchBuilder:
         if prepared is None or prepared.plan is None:
             return None
         step, plan, rows = prepared.step, prepared.plan, prepared.rows
+        compact = self._truncation.mode == "compact"
+        # Connectors that save layer by layer are called from attention layers.
+        if compact and prepared.wholly_below.all() and not has_kv_transfer_group():
+            return ConsumerStep(rows[:0], self._positions[:0], empty=None, compact=True, forward_context=None)
         num_reqs, num_rows = len(step.start), len(plan.rows)
         cu_seqlens = plan.cu_seqlens.astype(np.int32)
         common = CommonAttentionMetadata(
@@ -193,11 +201,11 @@ class SubBatchBuilder:
             )
             metadata.update(dict.fromkeys(group.layer_names, built))
             slots.update(dict.fromkeys(group.layer_names, slot_mapping))
-        placeholder = plan.positions < prepared.keep_start[plan.owner]
+        placeholders = prepared.placeholders()
         return ConsumerStep(
             rows=rows,
             positions=common.positions,
-            empty=self._buffers.put("placeholder", placeholder, self._max_rows)[:, None] if placeholder.any() else None,
-            compact=self._truncation.mode == "compact",
+            empty=None if placeholders is None else placeholders[:, None],
+            compact=compact,
             forward_context=create_forward_context(metadata, self._vllm_config, slot_mapping=slots),
         )

@@ -56,6 +56,8 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("vllm.engine.arg_utils", "EngineArgs.add_cli_args", "add the --yoco-* flags", ("parser",)),
     Symbol("vllm.engine.arg_utils", "EngineArgs.from_cli_args", "read the flags", ("args",)),
     Symbol("vllm.engine.arg_utils", "EngineArgs.create_engine_config", "validate the configuration"),
+    # Steps of placeholders alone (batch.py)
+    Symbol("vllm.distributed.kv_transfer", "has_kv_transfer_group", "call connectors that work layer by layer"),
     # Prefix hits end before the kept rows (patches/scheduler.py, kv_cache.py)
     Symbol("vllm.v1.core.sched.scheduler", "Scheduler.__init__", "cap prefix hits", ("vllm_config",)),
     Symbol(

@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -140,6 +140,20 @@ def remove_abandoned() -> None:
             pass
         finally:
             os.close(lock)
+
+
+def step_rows(chunks: Sequence[tuple[int, int, int, int]], mode: Mode, *, may_idle: bool) -> Mapping[str, int]:
+    """Counts of one step, from (start, length, L, K) of every request in it.
+
+    Args:
+        may_idle: in a step of nothing but placeholders no consumer layer runs, see ``vllm_yoco.batch``.
+    """
+    counts = [prefill_rows(*chunk, mode) for chunk in chunks]
+    total = {name: sum(of_chunk.get(name, 0) for of_chunk in counts) for name in NAMES}
+    if may_idle and all(of_chunk.get("placeholder") for of_chunk in counts):
+        total["consumer_dropped"] += total["placeholder"]
+        total["consumer_computed"] = total["placeholder"] = 0
+    return total
 
 
 def prefill_rows(start: int, length: int, num_prompt_tokens: int, keep_tokens: int, mode: Mode) -> Mapping[str, int]:

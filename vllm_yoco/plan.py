@@ -243,15 +243,16 @@ def kept_rows(start: IntArray, length: IntArray, s_keep: IntArray) -> KeptRows:
 
 def clipped_rows(start: IntArray, length: IntArray, s_keep: IntArray) -> IntArray:
     """[C] rows removed from the front of each chunk; at least one stays."""
-    return np.clip(s_keep - start, 0, length - 1)
+    return np.minimum(np.maximum(s_keep - start, 0), length - 1)
 
 
 def _tails(start: IntArray, length: IntArray, clip: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """``KeptRows``'s arrays for chunks without their first ``clip`` rows."""
-    cu_seqlens = _cumulative(length - clip)
-    owner = np.repeat(np.arange(len(start)), length - clip)
-    in_chunk = np.arange(cu_seqlens[-1]) - (cu_seqlens[:-1] - clip)[owner]
-    return cu_seqlens, owner, (np.cumsum(length) - length)[owner] + in_chunk, start[owner] + in_chunk
+    kept = length - clip
+    cu_seqlens, begin = _cumulative(kept), np.cumsum(length) - length
+    owner = np.repeat(np.arange(len(start)), kept)
+    rows = np.arange(cu_seqlens[-1]) + np.repeat(begin + clip - cu_seqlens[:-1], kept)
+    return cu_seqlens, owner, rows, rows + np.repeat(start - begin, kept)
 
 
 def ring_slots(plan: RowPlan, *, ring_size: int, state_ids: Sequence[int]) -> IntArray:

@@ -6,9 +6,10 @@
     vllm_yoco:prefix_hit_rows_lost_total       rows computed again on that account
     vllm_yoco:prompt_logprobs_dropped_total    requests served without the prompt log-probabilities they asked for
 
-Rows are those of one consumer layer, ``scheduled = consumer_computed + consumer_dropped``, and a placeholder (the one
-row that represents a chunk wholly below ``s_keep``) is among the computed ones. The numbers come from the engine
-core's schedule (``vllm_yoco.counters``); a row that is scheduled again after a preemption counts again.
+Rows are those of one consumer layer, ``scheduled = consumer_computed + consumer_dropped``. A placeholder (the one row
+that represents a chunk wholly below ``s_keep``) is computed beside other requests' rows; a step of placeholders alone
+runs no consumer layer. The numbers come from the engine core's schedule (``vllm_yoco.counters``); a row that is
+scheduled again after a preemption counts again.
 """
 
 from __future__ import annotations

@@ -76,6 +76,8 @@ class PreparedStep:
         self.keep_start = keep_start
         self._block_size = block_size
         self._buffers, self._max_reqs, self._max_rows = buffers, max_reqs, max_rows
+        self.wholly_below = step.start + query_lens <= keep_start
+        """[R] bool, requests whose chunk ends at or below s_keep: a placeholder is all that remains of it."""
         self.plan: KeptRows | None = None
         window = truncation.topology.consumer_window
         if not step.in_graph and (step.start < keep_start).any():
@@ -90,8 +92,7 @@ class PreparedStep:
         if not reaches_below.any():
             # The common step of decodes past their window: lengths shift, block tables stand.
             return WindowView(*self._shift(rebase))
-        end = step.start + self._query_lens
-        empty = end <= keep_start
+        end, empty = step.start + self._query_lens, self.wholly_below
         clipped = reaches_below & ~empty
         cut = np.where(clipped, keep_start - rebase, 0)
         shift = np.where(clipped, keep_start, np.where(empty, 0, rebase))
@@ -116,45 +117,51 @@ class PreparedStep:
     def _put(self, name: str, values: np.ndarray) -> torch.Tensor:
         return self._buffers.put(name, values, self._max_reqs)
 
+    def placeholders(self) -> torch.Tensor | None:
+        """[T'] device bool, the kept rows that see no key; None where each sees one. Only with a plan."""
+        assert self.plan is not None
+        if not self.wholly_below.any():
+            return None
+        placeholder = np.zeros(len(self.plan.rows), dtype=bool)
+        placeholder[self.plan.cu_seqlens[1:][self.wholly_below] - 1] = True
+        return self._buffers.put("placeholder", placeholder, self._max_rows)
+
     def rewrite_slots(self, slot_mapping: torch.Tensor, block_table: torch.Tensor) -> None:
         """Move the rows of one consumer SWA group to their rebased cells.
 
         Rows below s_keep get none, and a row that vLLM gave none (padding, profiling batches) keeps none.
         """
-        num_rows = int(self.step.query_start_loc[-1])
-        slots, positions = slot_mapping[:num_rows], self.step.positions[:num_rows]
+        num_rows, on_host = int(self.step.query_start_loc[-1]), self._buffers.on_host
+        # The arithmetic reads the same for both; on the host, NumPy's calls cost a third of torch's.
+        tensors = slot_mapping[:num_rows], self.step.positions[:num_rows], block_table
+        slots, positions, table = (tensor.numpy() if on_host else tensor for tensor in tensors)
         if self.plan is None:
-            request = np.repeat(np.arange(len(self.keep_start)), self._query_lens)
-            self._rewrite(slots, positions, request, block_table)
+            slots[:] = self._cells(slots, positions, table, self._query_lens)
             return
         # A removed row gets no cell, so only the kept ones are looked at.
-        kept = slots[self.rows]
-        self._rewrite(kept, positions[self.rows], self.plan.owner, block_table)
-        slots.fill_(PAD_SLOT_ID).index_copy_(0, self.rows, kept)
+        rows = self.plan.rows if on_host else self.rows
+        kept = self._cells(slots[rows], positions[rows], table, np.diff(self.plan.cu_seqlens))
+        slot_mapping[:num_rows].fill_(PAD_SLOT_ID)
+        slots[rows] = kept
 
-    def _rewrite(
-        self, slots: torch.Tensor, positions: torch.Tensor, owner: np.ndarray, block_table: torch.Tensor
-    ) -> None:
-        """Rewrite the slots [T] of rows that belong to request ``owner`` [T]."""
-        request: Any = owner
-        keep_start: Any = self.keep_start[owner]
-        rebase: Any = (self.keep_start % self._block_size)[owner]
-        tensors: tuple[Any, ...] = (slots, positions, block_table)
-        if self._buffers.on_host:
-            # The arithmetic below reads the same for both; on the host, NumPy's calls cost a third of torch's.
-            tensors = tuple(tensor.numpy() for tensor in tensors)
-        else:
-            request = self._buffers.put("row_request", request, self._max_rows)
-            keep_start = self._buffers.put("row_keep_start", keep_start, self._max_rows)
-            rebase = self._buffers.put("row_rebase", rebase, self._max_rows)
-        slot, position, table = tensors
-        where: Any = np.where if self._buffers.on_host else torch.where
-        no_cell = (position < keep_start) | (slot < 0)
-        cell = position - rebase
-        block = cell // self._block_size
-        # Rows below s_keep may have a cell of -1 or less; it picks a block that is overruled in the last line.
-        slot[:] = table[request, block]
-        slot -= block
-        slot *= self._block_size
-        slot += cell  # the block's first slot, and the offset in it
-        slot[:] = where(no_cell, PAD_SLOT_ID, slot)
+    def _cells(self, slots: Any, positions: Any, table: Any, num_rows: np.ndarray) -> Any:
+        """[T] rebased slots of T rows, of which ``num_rows`` [R] belong to each request."""
+        of_request = {
+            "row_keep_start": self.keep_start,
+            "row_rebase": self.keep_start % self._block_size,
+            "row_column": np.arange(len(num_rows)) * table.shape[1],  # of the flattened table
+        }
+        of_row: Any = [(name, np.repeat(values, num_rows)) for name, values in of_request.items()]
+        on_host = self._buffers.on_host
+        keep_start, rebase, column = (
+            values if on_host else self._buffers.put(name, values, self._max_rows) for name, values in of_row
+        )
+        no_cell = (positions < keep_start) | (slots < 0)
+        offset = positions - rebase
+        block = offset // self._block_size
+        offset -= block * self._block_size
+        # Rows below s_keep may have block -1 and read some other entry; what they get is overruled in the end.
+        block += column
+        offset += table.reshape(-1).take(block) * self._block_size
+        offset[no_cell] = PAD_SLOT_ID
+        return offset

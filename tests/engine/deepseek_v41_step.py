@@ -29,14 +29,17 @@ TOP_K = 8
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows ``[start, start + length)`` of a request of ``prompt`` tokens; ``prefill`` as vLLM calls it."""
+    """Rows ``[start, start + length)`` of a request of ``prompt`` tokens; ``prefill`` as vLLM calls it.
+
+    ``asks_for``: the sampling parameter, ``prompt_logprobs`` or ``prompt_logprob_token_ids``, that wants every row.
+    """
 
     prompt: int
     start: int
     length: int
     replay_start: int = 0
     prefill: bool = True
-    keeps_every_row: bool = False
+    asks_for: str | None = None
 
 
 @dataclass(frozen=True)
@@ -358,9 +361,8 @@ class Stepper:
         count, total = len(chunks), sum(chunk.length for chunk in chunks)
         indices = rng.permutation(MAX_REQS)[:count]
         for index, chunk in zip(indices, chunks, strict=True):
-            params = SimpleNamespace(
-                prompt_logprobs=0 if chunk.keeps_every_row else None, prompt_logprob_token_ids=None
-            )
+            wishes = {"prompt_logprobs": 0, "prompt_logprob_token_ids": [5]}
+            params = SimpleNamespace(**{name: w if name == chunk.asks_for else None for name, w in wishes.items()})
             state.add_request(
                 index,
                 SimpleNamespace(

@@ -127,7 +127,8 @@ MIXED = [
     Chunk(prompt=60, start=40, length=20, replay_start=40),  # a prefix hit below s_keep = 48
     Chunk(prompt=60, start=52, length=8, replay_start=52),  # a hit above it
     Chunk(prompt=30, start=12, length=20),  # recomputed after a preemption: two generated tokens
-    Chunk(prompt=50, start=30, length=20, keeps_every_row=True),
+    Chunk(prompt=50, start=30, length=20, asks_for="prompt_logprobs"),
+    Chunk(prompt=50, start=30, length=20, asks_for="prompt_logprob_token_ids"),
 ]
 
 
@@ -136,7 +137,7 @@ def expected(rule: Rule, chunks: list[Chunk]) -> row_plan.RowPlan:
     mode = "mask" if rule.mode == "mask" else "compact" if rule.mode == "compact" else "off"
     planned = [
         row_plan.Chunk(
-            rule.keep if c.keeps_every_row or not c.prefill else c.prompt, c.start, c.length, c.replay_start
+            rule.keep if c.asks_for or not c.prefill else c.prompt, c.start, c.length, c.replay_start
         )
         for c in chunks
     ]

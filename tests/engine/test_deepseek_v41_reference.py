@@ -183,8 +183,14 @@ def norms(engines: Any) -> Rows:
     ]
 
 
+class OnGpu(torch.Tensor):
+    """Says that it is on a GPU, which some wrappers insist on before they launch a kernel."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
 def candidates(engines: Any) -> Rows:
-    """The two halves of the candidate filter; their wrappers insist on a GPU, so its kernels are launched here."""
+    """The two halves of the candidate filter."""
     from vllm.model_executor.kernels.attention.dsa import candidate_blocks as theirs
 
     from vllm_yoco.models import deepseek_v41_reference as ours
@@ -192,24 +198,10 @@ def candidates(engines: Any) -> Rows:
     prepare_process()
     rows, width, blocks, size = 6, 50, 3, 8
     scores, ends = normal(rows, width), torch.tensor([0, 1, 8, 9, 33, 50], dtype=torch.int32)
-    count = -(-width // size)
-    best = scores.new_empty(rows, count)
-    theirs._block_scores_kernel[(rows, 1)](
-        scores, None, ends, best, *scores.stride(), 0, ends.stride(0), width, count, size, False, 1, 128
-    )
-    top = best.topk(blocks, dim=-1)
     chosen = torch.empty(rows, blocks, dtype=torch.int32)
-    theirs._store_candidates_kernel[(rows, 1)](
-        top.values, top.indices, chosen, *chosen.stride(), blocks, blocks, 256
-    )
-    flags = torch.empty(rows, count + 1, dtype=torch.uint8)
-    theirs._candidate_flags_kernel[(rows,)](
-        chosen, None, flags, *chosen.stride(), 0, width, count, size, blocks, False, 1
-    )
+    theirs.select_candidate_blocks(scores.as_subclass(OnGpu), None, ends, blocks, size, chosen)
     masked = scores.clone()
-    theirs._mask_candidates_kernel[(rows, 1)](
-        masked, None, ends, flags, *masked.stride(), 0, ends.stride(0), width, count, size, False, 1, 1024
-    )
+    theirs.apply_candidate_mask(masked.as_subclass(OnGpu), None, ends, chosen, size)
     allowed = ours.candidate_mask(scores, ends.long(), blocks, size)
     return [row("allowed keys", allowed, masked > -torch.inf, 0.0)]
 

@@ -128,7 +128,21 @@ def test_computed_rows_four_chunks(engine, model_dir):
     chunks = [Chunk(1024, start, 256) for start in range(0, 1024, 256)]
     plans = [plan_rows([chunk], mode="compact", keep_tokens=140, window=WINDOW) for chunk in chunks]
     assert [len(plan.rows) for plan in plans] == [1, 1, 1, 140]
-    assert rows_of_one_prompt(engine, config, 1024) == 1 + 1 + 1 + 140
+    # Steps of placeholders alone run no consumer layer.
+    assert rows_of_one_prompt(engine, config, 1024) == 140
+
+
+def test_computed_rows_beside_a_decode(engine, model_dir):
+    """Placeholders are computed where other rows are: 8 + 248, then 1 + 255 three times, 1 + 11."""
+    config = EngineConfig(model_dir("ced-tiny"), "compact", 140, chunk_tokens=256)
+    before = engine.call(computed_rows, config)
+    batch = [Request(random_prompt(8, seed=8), max_tokens=20), Request(random_prompt(1024, seed=9), max_tokens=1)]
+    answers = engine.generate(config, batch)
+    (grown,) = {b - a for a, b in zip(before, engine.call(computed_rows, config), strict=True)}
+    assert grown == (8 + 19) + (1 + 1 + 1 + 129 + 11)
+    alone = engine.generate(config, batch[1:])[0]
+    assert answers[1].tokens == alone.tokens
+    assert np.abs(answers[1].logprobs - alone.logprobs).max() <= MAX_LOGPROB_DIFFERENCE
 
 
 @pytest.mark.parametrize("truncation", ["off", "mask"])

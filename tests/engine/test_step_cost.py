@@ -43,7 +43,8 @@ def record(engines: Engines, config: EngineConfig, requests: list[Request]) -> l
 
     def recorded_forward(*args: Any, **kwargs: Any) -> Any:
         step = current_step()
-        addresses = None if step is None else (step.rows.data_ptr(), step.positions.data_ptr())
+        idle = step is None or step.forward_context is None
+        addresses = None if idle else (step.rows.data_ptr(), step.positions.data_ptr())
         steps.append({"addresses": addresses, "largest": 0})
         with Recorder() as recorder:
             out = forward(*args, **kwargs)
@@ -144,7 +145,10 @@ def count_boundary_calls(engines: Engines, config: EngineConfig, requests: list[
     finally:
         for owner in owners.values():
             del owner.forward
-    return calls | {"layers": len(inner.layers), "with SWA": len(inner.topology.swa_layers)}
+    topology = inner.topology
+    return calls | {
+        "producers": topology.boundary, "consumers": topology.num_consumers, "with SWA": len(topology.swa_layers)
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("model", ["ced-tiny", "kv-shared"])
@@ -155,8 +159,21 @@ def test_boundary_runs_once_for_all_sources(engine, model_dir, model, truncation
     forwards = calls["forwards"]
     assert forwards > 4
     assert calls["projections"] == calls["boundary norms"] == forwards
+    # The first two chunks of 77 rows lie below s_keep, and no consumer layer runs on them.
+    with_consumers = forwards - (2 if truncation == "compact" else 0)
     # One for the queries of each layer, one more for those of each window, and one for the keys of all sources.
-    assert calls["rotations"] == forwards * (calls["layers"] + calls["with SWA"] + 1)
+    in_consumers = with_consumers * (calls["consumers"] + calls["with SWA"])
+    assert calls["rotations"] == forwards * (calls["producers"] + 1) + in_consumers
+
+
+def test_placeholders_alone_run_no_consumer_layer(engine, model_dir):
+    """Of four chunks of 77 rows the first two lie below s_keep = 300 - K; two prompts at once are no different."""
+    config = EngineConfig(model_dir("ced-tiny"), "compact", ODD_KEEP, chunk_tokens=77)
+    for prompts in ([300], [300, 300]):
+        steps = engine.call(record, config, [Request(random_prompt(n, seed=i), 1) for i, n in enumerate(prompts)])
+        ran = [bool(step["largest"]) for step in steps]
+        assert ran[:3] == [False, False, True] and all(ran[2:4])
+        assert ran.count(False) == 2 * len(prompts)
 
 
 def prepare_on_device(engines: Engines, config: EngineConfig, requests: list[Request]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
+import numpy as np
 import pytest
 
 from vllm_yoco.model_cost import Prefill, YocoCost
@@ -164,3 +165,14 @@ def test_errors(arguments, message, capsys):
     assert main(["bench", "ced-tiny", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_interval_of_a_median() -> None:
+    """By hand: of six values the extremes miss the median with probability 2 / 64; five are too few."""
+    assert bench_report.median_interval([5, 1, 3, 2, 4]) is None
+    assert bench_report.median_interval([5, 1, 3, 2, 4, 6]) == (1, 6)
+    # 2 (1 + 9) / 512 = 3.9 %, and with the next pair 2 (1 + 9 + 36) / 512 = 18 %.
+    assert bench_report.median_interval(range(9)) == (1, 7)
+    draws = np.random.default_rng(0).exponential(size=(2000, 25))
+    inside = [low <= np.log(2) <= high for low, high in map(bench_report.median_interval, draws.tolist())]
+    assert 0.94 < np.mean(inside) < 0.98

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from vllm_yoco import counters
+from vllm_yoco.plan import Mode
 
 NOTHING = dict.fromkeys(counters.NAMES, 0)
 
@@ -23,6 +24,25 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv(counters.ENV, "")
     yield
+
+
+def test_rows_of_a_step() -> None:
+    """L = 400, K = 70: s_keep = 330. A placeholder is computed only beside rows that somebody needs."""
+    below, crossing, short, decode = (0, 128, 400, 70), (256, 128, 400, 70), (0, 50, 50, 70), (500, 1, 400, 70)
+
+    def rows(*chunks: tuple[int, int, int, int], mode: Mode = "compact", may_idle: bool = True) -> list[int]:
+        counts = counters.step_rows(chunks, mode, may_idle=may_idle)
+        assert counts["scheduled"] == counts["consumer_computed"] + counts["consumer_dropped"]
+        return [counts[name] for name in ("scheduled", "consumer_computed", "placeholder", "prompts_truncated")]
+
+    assert rows(below) == rows((128, 128, 400, 70)) == [128, 0, 0, 0]
+    assert rows(below, below) == [256, 0, 0, 0]
+    assert rows(below, may_idle=False) == rows(below, decode) == [128, 1, 1, 0]
+    assert rows(below, crossing) == [256, 1 + 54, 1, 0]
+    assert rows(below, short) == [178, 51, 1, 0]
+    assert rows((384, 16, 400, 70)) == [16, 16, 0, 1]
+    assert rows(below, mode="mask") == [128, 128, 0, 0]
+    assert rows(decode) == [0, 0, 0, 0]
 
 
 def as_api_server(monkeypatch: pytest.MonkeyPatch, name: str) -> None:

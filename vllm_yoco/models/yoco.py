@@ -113,8 +113,12 @@ class YocoModel(nn.Module, EagleModelMixin):
             out, consumer_aux = self._run_consumers(positions, shared, residual, step)
         else:
             rows = step.rows
-            with override_forward_context(step.forward_context):
-                kept, kept_aux = self._run_consumers(step.positions, shared[rows], residual[rows], step)
+            if step.forward_context is None:
+                kept = shared[rows]
+                kept_aux = [kept for index in self.aux_hidden_state_layers if index > self.topology.boundary]
+            else:
+                with override_forward_context(step.forward_context):
+                    kept, kept_aux = self._run_consumers(step.positions, shared[rows], residual[rows], step)
             # Nothing reads the dropped rows' outputs; zeros keep the layout that the runner samples from.
             out, *consumer_aux = (
                 values.new_zeros((shared.shape[0], values.shape[1])).index_copy_(0, rows, values)

@@ -1,6 +1,6 @@
 """``vllm-yoco bench``: what truncation saves and what it costs, measured side by side.
 
-All engines are alive at once, one process each, and take turns: every round serves each point once with every
+All engines are alive at once, one process each, and take turns: every round serves every point once with every
 engine, in rotating order, so that drift of the machine meets all of them. ``off`` takes two turns a round; what the
 two differ by is the noise that any other difference has to exceed.
 
@@ -229,7 +229,13 @@ def _serve_points(
     longest = max(args.prompt_tokens)
     bench.start(min(longest + 1, max([p.workload.longest for p in points], default=longest)))
     results["engines"] |= _describe(bench)
-    results["points"] += [_point(bench, point, args.repeats, cost) for point in progress(points, "measuring")]
+    # Rounds outside, points inside: what drifts in minutes meets every point.
+    runs = [{name: [] for name in (*bench.engines, AGAIN)} for _ in points]
+    turns = [(repeat, index) for repeat in range(args.repeats) for index in range(len(points))]
+    for repeat, index in progress(turns, "measuring"):
+        _round(bench, points[index], repeat, runs[index])
+    served = list(zip(points, runs, strict=True))
+    results["points"] += [_point(bench, point, found, cost) for point, found in progress(served, "timing parts")]
 
 
 def _describe(bench: Bench) -> dict[str, Any]:
@@ -350,18 +356,20 @@ def register_model_class_only() -> None:
     ModelRegistry.register_model("YocoForCausalLM", "vllm_yoco.models.yoco:YocoForCausalLM")
 
 
-def _point(bench: Bench, point: Point, repeats: int, cost: Any) -> dict[str, Any]:
-    """Serve one point ``repeats`` times with every engine, and once with timers."""
-    turns = [*bench.engines, AGAIN]
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in turns}
-    for repeat in range(repeats):
-        shift = repeat % len(turns)
-        for name in turns[shift:] + turns[:shift]:
-            workload = point.workload
-            if workload.hit_tokens or point.measure == "hits":
-                # Other tokens each time: what an earlier round left in the cache must not be hit.
-                workload = replace(workload, seed=1000 * (1 + workload.seed) + len(runs[name]) + 500 * (name == AGAIN))
-            runs[name].append(bench.call(REFERENCE if name == AGAIN else name, bench_engine.serve, workload))
+def _round(bench: Bench, point: Point, repeat: int, runs: dict[str, list[dict[str, Any]]]) -> None:
+    """Serve one point once with every engine, in an order that rotates, and add what it took to ``runs``."""
+    turns = list(runs)
+    shift = repeat % len(turns)
+    for name in turns[shift:] + turns[:shift]:
+        workload = point.workload
+        if workload.hit_tokens or point.measure == "hits":
+            # Other tokens each time: what an earlier round left in the cache must not be hit.
+            workload = replace(workload, seed=1000 * (1 + workload.seed) + repeat + 500 * (name == AGAIN))
+        runs[name].append(bench.call(REFERENCE if name == AGAIN else name, bench_engine.serve, workload))
+
+
+def _point(bench: Bench, point: Point, runs: dict[str, list[dict[str, Any]]], cost: Any) -> dict[str, Any]:
+    """What the runs of one point say; serves it once more with timers."""
     timed = {}
     if point.measure != "hits":
         timed = {

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_yoco.tools.engine_process import Engines
+from vllm_yoco.tools.engine_process import Engines, llm_options
 
 PERCENTILES = (50.0, 99.0)
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -84,26 +84,13 @@ def get(engines: Engines, spec: BenchEngine) -> Any:
     """The child's engine for ``spec``, made on first use."""
     if spec not in engines.llms:
         from vllm import LLM
-        from vllm.platforms import current_platform
 
-        options: dict[str, Any] = {
-            "model": spec.model,
-            "dtype": spec.dtype,
-            "enforce_eager": True,
-            "max_model_len": spec.max_model_len,
+        options = llm_options(spec) | {
             "max_num_batched_tokens": spec.max_model_len,
-            "max_num_seqs": spec.max_num_seqs,
             "block_size": spec.block_size,
             "enable_prefix_caching": spec.prefix_caching,
-            "skip_tokenizer_init": True,
-            "disable_log_stats": True,
         }
-        if spec.truncation is not None:
-            settings = {"truncation": spec.truncation, "keep_tokens": spec.keep_tokens}
-            options["additional_config"] = {"yoco": settings}
-        if current_platform.is_cpu():
-            options["kv_cache_memory_bytes"] = spec.kv_cache_bytes
-        else:
+        if "kv_cache_memory_bytes" not in options:
             options["gpu_memory_utilization"] = spec.gpu_share
         engines.llms[spec] = LLM(**options | dict(spec.options))
         if dict(spec.options).get("load_format") == "dummy":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
+from math import comb
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -39,20 +40,23 @@ def point(
     """Runs of one point with what follows from them.
 
     ``speedup``: best time of the reference over best time of the series. ``paired``: median over rounds of the same
-    ratio within a round, which drift of the machine disturbs less. ``spread``: worst over best, less 1. ``noise``:
-    what ``paired`` and ``speedup`` of the reference against itself differ from 1 by, the larger.
+    ratio within a round, which drift of the machine disturbs less; ``interval``: its 95 % confidence interval, None
+    of fewer than six rounds. ``spread``: worst over best, less 1. ``noise``: what ``paired`` and ``speedup`` of the
+    reference against itself differ from 1 by, the larger.
     """
     figure = TIMES.get(head["measure"], TTFT)
     times = {name: [run[figure] for run in found] for name, found in runs.items()}
     series = {}
     for name, found in times.items():
         base = times[reference_of(name)]
+        ratios = [b / f for b, f in zip(base, found, strict=True)]
         series[name] = {
             "best": min(found),
             "median": median(found),
             "spread": max(found) / min(found) - 1,
             "speedup": min(base) / min(found),
-            "paired": median(b / f for b, f in zip(base, found, strict=True)),
+            "paired": median(ratios),
+            "interval": median_interval(ratios),
             "runs": runs[name],
         }
     again = series[AGAIN]
@@ -69,6 +73,20 @@ def point(
             if (found := _ceilings(head, name, spec, parts, cost)) is not None
         },
     }
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
+    """Confidence interval of the median that assumes nothing of the distribution (sign test); None of too few values.
+
+    The k-th smallest and largest value enclose the median unless fewer than k values lie on one side of it.
+    """
+    ordered, outside, rank = sorted(values), 0.0, 0
+    while True:
+        outside += 2 * comb(len(ordered), rank) / 2 ** len(ordered)
+        if outside > 1 - confidence:
+            break
+        rank += 1
+    return (ordered[rank - 1], ordered[-rank]) if rank else None
 
 
 def _ceilings(
@@ -160,6 +178,10 @@ def _gain(value: float | None) -> Number | None:
     return None if value is None else Number(f"{value:.2f}x")
 
 
+def _gains(interval: Sequence[float] | None) -> Number | None:
+    return None if interval is None else Number(f"{interval[0]:.2f} to {interval[1]:.2f}")
+
+
 def _reached(p: Mapping[str, Any], name: str) -> Number | None:
     ceiling = p["ceilings"].get(name, {}).get("measured")
     return percent(p["series"][name]["speedup"] / ceiling) if ceiling else None
@@ -170,6 +192,14 @@ def _series(points: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, 
     for p in points:
         for name, series in p["series"].items():
             yield p, name, series
+
+
+def _against_first(points: Sequence[Mapping[str, Any]], p: Mapping[str, Any], name: str) -> Number | None:
+    """What many chunks cost: median over rounds of the time at this point over that at the first, less 1."""
+    if p["measure"] != "chunks" or p is points[0]:
+        return None
+    times = [[run[q["figure"]] for run in q["series"][name]["runs"]] for q in (p, points[0])]
+    return Number(f"{median(a / b for a, b in zip(*times, strict=True)) - 1:+.1%}")
 
 
 def _ttft_table(points: Sequence[Mapping[str, Any]]) -> str:
@@ -187,14 +217,16 @@ def _ttft_table(points: Sequence[Mapping[str, Any]]) -> str:
                 _spread(s),
                 _gain(s["speedup"]),
                 _gain(s["paired"]),
+                None if name == reference_of(name) else _gains(s.get("interval")),
+                _against_first(points, p, name),
                 _gain(ceilings.get("measured")),
                 _gain(ceilings.get("flops")),
                 _reached(p, name),
             )
         )
     headers = (
-        *("L", "chunk", "hit", "engine", "TTFT best, ms", "median", "spread", "speed-up", "paired"),
-        *("ceiling", "by FLOPs", "reached"),
+        *("L", "chunk", "hit", "engine", "TTFT best, ms", "median", "spread", "speed-up", "paired", "95 %"),
+        *("vs first chunk", "ceiling", "by FLOPs", "reached"),
     )
     return _render(headers, rows)
 
@@ -211,6 +243,10 @@ def _render(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return table([headers[i] for i in kept], [[row[i] for i in kept] for row in rows])
 
 
+def _changes(interval: Sequence[float] | None) -> Number | None:
+    return None if interval is None else Number(f"{1 / interval[1] - 1:+.1%} to {1 / interval[0] - 1:+.1%}")
+
+
 def _decode_table(points: Sequence[Mapping[str, Any]]) -> str:
     rows = []
     for p, name, s in _series(points):
@@ -224,11 +260,13 @@ def _decode_table(points: Sequence[Mapping[str, Any]]) -> str:
                 median(r["median_tpot_ms"] for r in runs),
                 _spread(s),
                 Number(f"{1 / s['paired'] - 1:+.1%}"),
+                _changes(None if name == REFERENCE else s.get("interval")),
                 Number(f"{1 / s['speedup'] - 1:+.1%}"),
             )
         )
     headers = (
-        *("batch", "engine", "ITL best, ms", "ITL median", "TPOT median", "spread", "vs off, paired", "vs off, best"),
+        *("batch", "engine", "ITL best, ms", "ITL median", "TPOT median", "spread", "vs off, paired", "95 %"),
+        "vs off, best",
     )
     return _render(headers, rows)
 

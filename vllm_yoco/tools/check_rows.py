@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,7 +40,8 @@ class RequestTrace:
 
     num_prompt_tokens: int
     num_consumers: int
-    chunks: list[tuple[int, int]] = field(default_factory=list)
+    chunks: list[tuple[int, int, int]] = field(default_factory=list)
+    """First row, rows, number of the engine's step."""
     columns: dict[str, np.ndarray] = field(default_factory=dict)
 
     @classmethod
@@ -48,9 +49,9 @@ class RequestTrace:
         columns = {name: np.zeros(0, np.int64) for name in COUNTS + VALUES}
         return cls(num_prompt_tokens, num_consumers, [], columns)
 
-    def add_chunk(self, start: int, length: int) -> None:
+    def add_chunk(self, start: int, length: int, step: int) -> None:
         """Rows ``[start, start + length)`` were scheduled in one step."""
-        self.chunks.append((start, length))
+        self.chunks.append((start, length, step))
         more = max(0, start + length - len(self.columns["layers"]))
         for name, column in self.columns.items():
             self.columns[name] = np.pad(column, (0, more), constant_values=0 if name in COUNTS else UNSEEN)
@@ -58,7 +59,7 @@ class RequestTrace:
     @property
     def recomputed_rows(self) -> int:
         """Rows scheduled once more, after a preemption."""
-        return sum(length for _, length in self.chunks) - len(self.columns["layers"])
+        return sum(length for _, length, _ in self.chunks) - len(self.columns["layers"])
 
     def add(self, name: str, positions: np.ndarray, counts: np.ndarray) -> None:
         self.columns[name][positions] += counts
@@ -116,15 +117,22 @@ class Expected:
     cells: np.ndarray
 
     @classmethod
-    def of(cls, trace: RequestTrace, mode: Mode, keep_tokens: int, window: int, block_size: int) -> Expected:
-        """From the plan of each chunk that the scheduler made. Cells are those of ``vllm_yoco.attention``."""
+    def of(
+        cls, trace: RequestTrace, mode: Mode, keep_tokens: int, window: int, block_size: int, idle: Set[int]
+    ) -> Expected:
+        """From the plan of each chunk that the scheduler made. Cells are those of ``vllm_yoco.attention``.
+
+        In ``idle`` steps no consumer layer runs.
+        """
         length, end = trace.num_prompt_tokens, len(trace.columns["layers"])
         s_keep = 0 if mode == "off" else keep_start(length, keep_tokens)
         scheduled, times, lowest = (np.zeros(end, np.int64) for _ in range(3))
         cells = np.full(end, NOTHING)
-        for start, rows in trace.chunks:
-            plan = plan_rows([Chunk(length, start, rows)], mode=mode, keep_tokens=keep_tokens, window=window)
+        for start, rows, step in trace.chunks:
             scheduled[start : start + rows] += 1
+            if step in idle:
+                continue
+            plan = plan_rows([Chunk(length, start, rows)], mode=mode, keep_tokens=keep_tokens, window=window)
             times[plan.positions] += 1
             lowest[plan.positions] = plan.visible_lo
             # The engine's mask writes no more than compact: what lies below s_keep has no cell.
@@ -150,8 +158,9 @@ def against_plan(
         tallies: extended by check.
         block_size: of the window's KV cache group, in tokens.
     """
+    idle = _idle_steps(traces, keep_tokens) if mode == "compact" else frozenset()
     for number, trace in enumerate(traces):
-        expected = Expected.of(trace, mode, keep_tokens, topology.consumer_window, block_size)
+        expected = Expected.of(trace, mode, keep_tokens, topology.consumer_window, block_size, idle)
         position = np.arange(len(expected.times))
         ran = expected.times > 0
         layers, sources = expected.times * topology.num_consumers, len(topology.kv_source_layers)
@@ -163,6 +172,16 @@ def against_plan(
             _add(tallies, CELLS, where, trace.cells(), expected.cells)
         _add(tallies, GLOBAL_WRITES, where, trace.columns["global_writes"], expected.scheduled * sources)
         _add(tallies, GLOBAL_KEYS, where, trace.columns["global_seen"], position, ran)
+
+
+def _idle_steps(traces: Sequence[RequestTrace], keep_tokens: int) -> Set[int]:
+    """Steps whose chunks all end at or below s_keep."""
+    steps: dict[int, list[bool]] = {}
+    for trace in traces:
+        for start, rows, step in trace.chunks:
+            below = start + rows <= keep_start(trace.num_prompt_tokens, keep_tokens)
+            steps.setdefault(step, []).append(below)
+    return frozenset(step for step, below in steps.items() if all(below))
 
 
 def mask_against_compact(

@@ -50,6 +50,7 @@ class Recorder:
         self._problems: list[str] = []
         self._seen: set[tuple[str, int]] = set()
         self._order: list[_Request] = []
+        self._num_steps = 0
         self._execute = runner.execute_model
         runner.execute_model = self._execute_model
         model.register_forward_pre_hook(self._on_model, with_kwargs=True)
@@ -92,8 +93,9 @@ class Recorder:
             elif blocks is not None:
                 for owned, ids in zip(request.blocks, blocks, strict=True):
                     owned += ids
+        self._num_steps += 1
         for req_id, start in starts.items():
-            self._requests[req_id].trace.add_chunk(start, scheduled.num_scheduled_tokens[req_id])
+            self._requests[req_id].trace.add_chunk(start, scheduled.num_scheduled_tokens[req_id], self._num_steps)
         self._num_scheduled = {r: scheduled.num_scheduled_tokens[r] for r in starts}
         return self._execute(scheduled, *args, **kwargs)
 

@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--questions",
         metavar="FILE",
-        type=Path,
+        type=input_file,
         help="JSON lines with prompt and answer, which a greedy completion must start with (default: those of the"
         " trained model, none for another)",
     )
@@ -177,12 +177,12 @@ def _demo(args: argparse.Namespace, folder: Path) -> int:
     return 1 if problems else 0
 
 
-def _read_questions(file: Path | None) -> list[tuple[str, str]]:
+def _read_questions(file: str | Path | None) -> list[tuple[str, str]]:
     """At most ``NUM_QUESTIONS`` pairs of prompt and answer. ValueError for a line that is none."""
     if file is None:
         return []
     questions = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines()[:NUM_QUESTIONS], 1):
+    for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines()[:NUM_QUESTIONS], 1):
         try:
             question = json.loads(line)
             prompt, answer = question["prompt"], question["answer"]

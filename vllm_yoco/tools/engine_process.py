@@ -70,6 +70,33 @@ class EngineSpec:
         return "off" if self.truncation == "off" else f"{self.truncation} K={self.keep_tokens}"
 
 
+def llm_options(spec: Any) -> dict[str, Any]:
+    """``LLM`` arguments that every engine of these tools has.
+
+    Args:
+        spec: ``EngineSpec``, or another with its model, sizes and truncation; None as truncation gives vLLM no
+            setting of the plugin at all.
+    """
+    from vllm.platforms import current_platform
+
+    options: dict[str, Any] = {
+        "model": spec.model,
+        "dtype": spec.dtype,
+        "enforce_eager": True,  # hooks in the model see every step
+        "max_model_len": spec.max_model_len,
+        "max_num_seqs": spec.max_num_seqs,
+        "block_size": 32,
+        "enable_prefix_caching": False,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+    }
+    if spec.truncation is not None:
+        options["additional_config"] = {"yoco": {"truncation": spec.truncation, "keep_tokens": spec.keep_tokens}}
+    if current_platform.is_cpu():
+        options["kv_cache_memory_bytes"] = spec.kv_cache_bytes
+    return options
+
+
 @dataclass
 class Engines:
     """The child's engines by specification."""
@@ -80,24 +107,12 @@ class Engines:
     def get(self, spec: EngineSpec) -> Any:
         if spec not in self.llms:
             from vllm import LLM
-            from vllm.platforms import current_platform
 
-            options: dict[str, Any] = {
-                "model": spec.model,
-                "dtype": spec.dtype,
-                "enforce_eager": True,  # hooks in the model see every step
-                "max_model_len": spec.max_model_len,
+            options = llm_options(spec) | {
                 "max_num_batched_tokens": max(spec.chunk_tokens, spec.max_num_seqs),
-                "max_num_seqs": spec.max_num_seqs,
-                "block_size": 32,
-                "enable_prefix_caching": False,
                 "max_logprobs": -1,
-                "skip_tokenizer_init": True,
-                "disable_log_stats": True,
-                "additional_config": {"yoco": {"truncation": spec.truncation, "keep_tokens": spec.keep_tokens}},
             }
-            if current_platform.is_cpu():
-                options["kv_cache_memory_bytes"] = spec.kv_cache_bytes
+            if "kv_cache_memory_bytes" in options:
                 # The pool hands out every block before it reuses one, and engines stay alive: each gets what its
                 # batch needs and no more.
                 options["num_gpu_blocks_override"] = 3 * spec.max_num_seqs * (spec.max_model_len // 32 + 2)

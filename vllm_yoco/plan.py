@@ -243,7 +243,8 @@ def kept_rows(start: IntArray, length: IntArray, s_keep: IntArray) -> KeptRows:
 
 def clipped_rows(start: IntArray, length: IntArray, s_keep: IntArray) -> IntArray:
     """[C] rows removed from the front of each chunk; at least one stays."""
-    return np.minimum(np.maximum(s_keep - start, 0), length - 1)
+    below: IntArray = np.maximum(s_keep - start, 0)
+    return np.minimum(below, length - 1)
 
 
 def _tails(start: IntArray, length: IntArray, clip: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:

@@ -21,6 +21,10 @@ from gpu_kit.settings import llm_options
 
 RUNNERS = ("v1", "v2")
 
+FORK = {"VLLM_WORKER_MULTIPROCESSING_METHOD": "fork"}
+"""For commands in a process of their own: their children then need not import vLLM again. Where no test is about the
+start of processes; vLLM's default on a CPU is spawn, which test_server and test_parallel use."""
+
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.harness import FORK
 from vllm_yoco.tools.server import ServerError, running_server
 
 ROOT = Path(__file__).parents[2]
@@ -27,13 +28,13 @@ def environment(**extra: str) -> dict[str, str]:
     return inherited | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} | extra
 
 
-def start(logs: Path, *arguments: str) -> subprocess.Popen[str]:
+def start(logs: Path, *arguments: str, **extra: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*COMMAND, "--log-dir", str(logs), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment(),
+        env=environment(**extra),
     )
 
 
@@ -57,7 +58,7 @@ def wait_for(text: str, log: Path) -> None:
 
 
 def test_full_run(tmp_path: Path) -> None:
-    process = start(tmp_path)
+    process = start(tmp_path, **FORK)
     out, err = process.communicate(timeout=500)
     assert process.returncode == 0, out + err
     # ced-byte-plain: W = 128, four consumer layers
@@ -83,7 +84,7 @@ def test_full_run(tmp_path: Path) -> None:
 
 
 def test_server_that_cannot_start(tmp_path: Path) -> None:
-    process = start(tmp_path, *RANDOM, "--", "--max-model-len", "600", "--num-gpu-blocks-override", "2")
+    process = start(tmp_path, *RANDOM, "--", "--max-model-len", "600", "--num-gpu-blocks-override", "2", **FORK)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 1
     *tail, last = err.rstrip().splitlines()

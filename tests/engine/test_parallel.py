@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.engine.conftest import random_prompt
-from tests.engine.harness import ENVIRONMENT, EngineConfig, Engines, Request, generate
+from tests.engine.harness import ENVIRONMENT, FORK, EngineConfig, Engines, Request, generate
 from tests.engine.test_equivalence import ODD_KEEP
 from tests.engine.test_server import ENV, complete, serve_arguments
 from vllm_yoco.tools.server import running_server
@@ -83,7 +83,8 @@ def test_processes(reference, model_dir, tmp_path, start_method, tensor_parallel
 def test_worker_killed_in_prefill(model_dir, tmp_path):
     """The request that was running fails with a clear error and the server ends; the next start serves correctly."""
     arguments = serve_arguments(model_dir("ced-tiny"), "--max-num-batched-tokens", "32")
-    with running_server(arguments, log=tmp_path / "first.log", env=ENV) as server:
+    env = ENV | FORK
+    with running_server(arguments, log=tmp_path / "first.log", env=env) as server:
         expected = complete(server, 900, seed=1)["choices"][0]["text"]
         started = time.monotonic()
         request = subprocess.Popen(
@@ -98,7 +99,7 @@ def test_worker_killed_in_prefill(model_dir, tmp_path):
         answer, _ = request.communicate(timeout=120)
         # A request that was cut off is answered, never left hanging: an HTTP error or a closed connection.
         assert "HTTP 500" in answer or "closed" in answer, answer
-    with running_server(arguments, log=tmp_path / "second.log", env=ENV) as server:
+    with running_server(arguments, log=tmp_path / "second.log", env=env) as server:
         assert complete(server, 900, seed=1)["choices"][0]["text"] == expected
 
 

@@ -242,12 +242,15 @@ def parts(engines: Engines, spec: BenchEngine, workload: Workload) -> dict[str, 
     model = runner.model
     with PartTimer(_synchronize(runner), CLOCKS[workload.clock]) as timer:
         inner = model.model
-        if hasattr(inner, "cross_decoder"):  # Gemma 4, see bench_gemma; its upper layers project no KV
-            timer.wrap(inner.self_decoder, "forward", "producers")
-            timer.wrap(inner.cross_decoder, "forward", "consumers")
+        topology = getattr(inner, "topology", None)
+        # Gemma 4, see bench_gemma: its upper layers project no KV.
+        boundary = topology.boundary if topology else len(inner.layers) - inner.config.num_kv_shared_layers
+        for layer in inner.layers[:boundary]:
+            timer.wrap(layer, "forward", "producers")
+        if topology is None:
+            for layer in inner.layers[boundary:]:
+                timer.wrap(layer, "forward", "consumers")
         else:
-            for layer in inner.layers[: inner.topology.boundary]:
-                timer.wrap(layer, "forward", "producers")
             # The norm before layer P is the consumers' first; its forward is called once, at the boundary.
             timer.wrap(inner.consumers[0].input_layernorm, "forward", "global_kv")
             timer.wrap(inner, "_write_global_kv", "global_kv")

@@ -467,6 +467,10 @@ def test_which_layers_are_bounded(stock: VllmConfig, boundary_swa: str, first: i
 # --- Prefix hits --------------------------------------------------------------------------------------------------
 
 
+BLOCK = 128
+"""Tokens; the default of 0.32, and not that of 0.33."""
+
+
 def prefix_hit(config: VllmConfig, num_prompt_tokens: int, num_shared: int) -> tuple[int, int]:
     """vLLM's scheduler on a prompt that shares its beginning with an earlier one.
 
@@ -481,7 +485,7 @@ def prefix_hit(config: VllmConfig, num_prompt_tokens: int, num_shared: int) -> t
     from vllm.v1.request import Request, RequestStatus
     from vllm.v1.structured_output import StructuredOutputManager
 
-    block = config.cache_config.block_size
+    config.cache_config.block_size = block = BLOCK
     latents = {"num_kv_heads": 1, "head_size": 512, "dtype": torch.uint8}
     groups = [
         KVCacheGroupSpec(["compressed"], MLAAttentionSpec(block_size=block, **latents)),
@@ -499,7 +503,7 @@ def prefix_hit(config: VllmConfig, num_prompt_tokens: int, num_shared: int) -> t
     tokens = list(range(8000))
 
     def request(name: str, prompt: list[int]) -> Request:
-        hasher = get_request_block_hasher(config.cache_config.hash_block_size or 32, sha256)
+        hasher = get_request_block_hasher(32, sha256)
         return Request(name, prompt, SamplingParams(max_tokens=4), None, block_hasher=hasher)
 
     scheduler.add_request(request("first", tokens[:num_shared]))
@@ -514,7 +518,7 @@ def prefix_hit(config: VllmConfig, num_prompt_tokens: int, num_shared: int) -> t
 @pytest.mark.parametrize("keep", [129, 140, 600])
 def test_the_last_k_rows_are_computed_after_a_prefix_hit(stock: VllmConfig, keep: int) -> None:
     """A hit that would leave less is shortened by whole blocks: rows [L - K, L) are computed, all with window KV."""
-    length, block = 2100, stock.cache_config.block_size
+    length, block = 2100, BLOCK
     start, replay_start = prefix_hit(with_settings(stock, truncation="compact", keep_tokens=keep), length, 2080)
     assert start == replay_start <= length - keep
     assert length - keep - start < block  # and no more than that is given up

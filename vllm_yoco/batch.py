@@ -168,21 +168,20 @@ class SubBatchBuilder:
             return ConsumerStep(rows[:0], self._positions[:0], empty=None, compact=True, forward_context=None)
         num_reqs, num_rows = len(step.start), len(plan.rows)
         cu_seqlens = plan.cu_seqlens.astype(np.int32)
-        common = CommonAttentionMetadata(
-            query_start_loc=self._buffers.put("cu_seqlens", cu_seqlens, self._max_reqs + 1),
-            query_start_loc_cpu=torch.from_numpy(cu_seqlens),
-            seq_lens=step.seq_lens[:num_reqs],
-            seq_lens_cpu_upper_bound=step.seq_lens_cpu[:num_reqs],
-            num_reqs=num_reqs,
-            num_actual_tokens=num_rows,
-            max_query_len=int(np.diff(plan.cu_seqlens).max()),
-            max_seq_len=step.max_seq_len,
-            block_table_tensor=step.block_tables[0][:num_reqs],
-            slot_mapping=step.slot_mappings[0],
-            # Not the plan's: with asynchronous scheduling the host may be ahead of the accepted draft tokens.
-            positions=torch.index_select(step.positions, 0, rows, out=self._positions[:num_rows]),
-            is_prefilling=step.is_prefilling[:num_reqs],
-        )
+        # Not the plan's: with asynchronous scheduling the host may be ahead of the accepted draft tokens.
+        positions = torch.index_select(step.positions, 0, rows, out=self._positions[:num_rows])
+        common = {
+            "query_start_loc": self._buffers.put("cu_seqlens", cu_seqlens, self._max_reqs + 1),
+            "query_start_loc_cpu": torch.from_numpy(cu_seqlens),
+            "seq_lens": step.seq_lens[:num_reqs],
+            "seq_lens_cpu_upper_bound": step.seq_lens_cpu[:num_reqs],
+            "num_reqs": num_reqs,
+            "num_actual_tokens": num_rows,
+            "max_query_len": int((cu_seqlens[1:] - cu_seqlens[:-1]).max()),
+            "max_seq_len": step.max_seq_len,
+            "positions": positions,
+            "is_prefilling": step.is_prefilling[:num_reqs],
+        }
         metadata: dict[str, Any] = {}
         slots: dict[str, torch.Tensor] = {}
         for group in self._own_groups:
@@ -191,20 +190,16 @@ class SubBatchBuilder:
             builder = group.get_metadata_builder()
             if isinstance(builder, ClippedBuilderMixin):
                 builder.view = prepared.view
+            block_table = step.block_tables[group_id][:num_reqs]
             built = group.build_metadata(
-                replace(
-                    common,
-                    block_table_tensor=step.block_tables[group_id][:num_reqs],
-                    slot_mapping=slot_mapping,
-                    _num_computed_tokens_cache=None,
-                )
+                CommonAttentionMetadata(block_table_tensor=block_table, slot_mapping=slot_mapping, **common)
             )
-            metadata.update(dict.fromkeys(group.layer_names, built))
-            slots.update(dict.fromkeys(group.layer_names, slot_mapping))
+            for name in group.layer_names:
+                metadata[name], slots[name] = built, slot_mapping
         placeholders = prepared.placeholders()
         return ConsumerStep(
             rows=rows,
-            positions=common.positions,
+            positions=positions,
             empty=None if placeholders is None else placeholders[:, None],
             compact=compact,
             forward_context=create_forward_context(metadata, self._vllm_config, slot_mapping=slots),

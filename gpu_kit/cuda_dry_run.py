@@ -62,6 +62,8 @@ def main(model: str) -> int:
 
         with torch.device("cpu"):
             built = YocoForCausalLM(vllm_config=config)
+        for parameter in built.parameters():  # they are whatever the memory held
+            torch.nn.init.normal_(parameter, std=0.1)
         layers = config.compilation_config.static_forward_context
         backends = sorted({layer.get_attn_backend().get_name() for layer in layers.values()})
         print("backends:", backends)

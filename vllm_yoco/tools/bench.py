@@ -31,7 +31,8 @@ JSON (``--json``, or report.json in ``--out``):
                series {name: {runs [fields of vLLM's BenchmarkMetrics], spread, speedup, ...}}, noise,
                parts {engine: {part: seconds}}, ceilings {engine: {measured, flops, rows}}}]
     memory     {prompt_tokens, engines {name: {peak {before, peak: bytes}, admission {chunk: {...}}}}} or null
-    steps      [{engine, requests, prompt_tokens, kind (prefill | decode), plugin, builders: seconds}] or null
+    steps      [{engine, requests, prompt_tokens, kind (prefill | decode), plugin, plugin_best, builders: seconds}]
+               or null
 
 Exit code: 0; 1 if an engine failed; 2 for wrong arguments.
 """

@@ -350,10 +350,13 @@ def _memory_table(memory: Mapping[str, Any]) -> str:
 
 def _steps_table(steps: Sequence[Mapping[str, Any]]) -> str:
     rows = [
-        (s["engine"], s["kind"], s["requests"], s["prompt_tokens"], s["plugin"] * 1e3, s["builders"] * 1e3)
+        (
+            *(s[key] for key in ("engine", "kind", "requests", "prompt_tokens")),
+            *(s[key] * 1e3 for key in ("plugin_best", "plugin", "builders")),
+        )
         for s in steps
     ]
-    return table(("engine", "step", "requests", "L", "plugin, ms", "vLLM's builders, ms"), rows)
+    return table(("engine", "step", "requests", "L", "plugin best, ms", "median", "vLLM's builders, ms"), rows)
 
 
 def _mb(size: int) -> Number:

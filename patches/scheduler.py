@@ -70,17 +70,21 @@ def _count_steps(scheduler: Any, truncation: Any, cap: Any) -> None:
         cached = output.scheduled_cached_reqs
         starts = {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
         starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        chunks = []
+        # Connectors keep placeholders computed, and so do decodes beside them; see SubBatchBuilder.build.
+        chunks, may_idle = [], scheduler.connector is None
         for req_id, start in starts.items():
             request = scheduler.requests[req_id]
+            if start >= request.num_prompt_tokens:
+                may_idle = False
+                continue
             full = keeps_every_row(request.sampling_params, truncation.prompt_logprobs)
             keep = request.num_prompt_tokens if full else truncation.keep_tokens
             chunks.append((start, output.num_scheduled_tokens[req_id], request.num_prompt_tokens, keep))
-            lost = cap.take_lost_rows(req_id) if start < request.num_prompt_tokens else 0
+            lost = cap.take_lost_rows(req_id)
             if lost:
                 counters.add(hits_shortened=1, hit_rows_lost=lost)
-        # Connectors keep placeholders computed; see SubBatchBuilder.build.
-        counters.add(**step_rows(chunks, truncation.mode, may_idle=scheduler.connector is None))
+        if chunks:
+            counters.add(**step_rows(chunks, truncation.mode, may_idle=may_idle))
         return output
 
     scheduler.schedule = counted

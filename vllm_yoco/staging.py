@@ -20,7 +20,7 @@ class StepBuffers:
         self._device = device
         self.on_host = device.type == "cpu"
         self._buffers: dict[str, torch.Tensor] = {}
-        self._on_host: dict[str, np.ndarray] = {}
+        self._arrays: dict[str, np.ndarray] = {}
         self._last: dict[str, bytes] = {}
         self.num_copies = 0
         """Copies made since the start."""
@@ -43,14 +43,14 @@ class StepBuffers:
             dtype = torch.from_numpy(values).dtype
             buffer = self._buffers[name] = torch.zeros(capacity, dtype=dtype, device=self._device)
             if self.on_host:
-                self._on_host[name] = buffer.numpy()
+                self._arrays[name] = buffer.numpy()
         # Bytes compare and copy faster than arrays do.
         content = values.tobytes()
         if self._last.get(name) != content:
             self._last[name] = content
             self.num_copies += 1
             if self.on_host:
-                self._on_host[name][:size] = values
+                self._arrays[name][:size] = values
             else:
                 source = torch.from_numpy(values)
                 if self._device.type == "cuda":

@@ -83,11 +83,13 @@ class ClippedBuilderMixin:
     """Applies the step's ``WindowView`` before the platform's builder sees the batch.
 
     ``view`` is set by whoever builds the step's metadata and lives only for that call; without one (``off``,
-    profile and dummy batches, steps of short prompts) the batch passes through unchanged.
+    profile and dummy batches, steps of short prompts) the batch passes through unchanged. ``unread`` is set likewise
+    where no layer will read the metadata, because the step has a sub-batch.
     """
 
     supports_update_block_table = False
     view: WindowView | None = None
+    unread = False
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, *args: Any, **kwargs: Any
@@ -101,7 +103,7 @@ class ClippedBuilderMixin:
             common_attn_metadata = common_attn_metadata.replace(seq_lens=stable.copy_(common_attn_metadata.seq_lens))
         built = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)  # type: ignore[misc]
         if self.device.type == "cpu":  # type: ignore[attr-defined]
-            built.fresh_blocks = self._fresh_blocks(common_attn_metadata.slot_mapping)
+            built.fresh_blocks = None if self.unread else self._fresh_blocks(common_attn_metadata.slot_mapping)
         return built
 
     def _fresh_blocks(self, slot_mapping: torch.Tensor) -> torch.Tensor | None:

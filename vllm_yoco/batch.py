@@ -91,7 +91,6 @@ class SubBatchBuilder:
         self._max_reqs = scheduler_config.max_num_seqs
         self._max_rows = scheduler_config.max_num_batched_tokens
         self._buffers = StepBuffers(device)
-        self._positions = torch.zeros(self._max_rows, dtype=torch.int64, device=device)
         self._checks = integrity.enabled() and bool(swa_layers)
         self._runner_groups: Any = None
 
@@ -121,8 +120,8 @@ class SubBatchBuilder:
     def prepare(self, step: StepInputs) -> PreparedStep | None:
         """Decide what this step needs; None when every request is as short as K (the stock path).
 
-        Rewrites the slot mapping of the consumer SWA groups in place. Call before the runner builds the
-        step's metadata.
+        In a step that drops no row, rewrites the slot mapping of the consumer SWA groups in place. Call before the
+        runner builds the step's metadata.
         """
         num_reqs = len(step.start)
         query_lens = step.query_start_loc[1:] - step.query_start_loc[:-1]
@@ -135,7 +134,7 @@ class SubBatchBuilder:
             sizes = self._buffers, self._max_reqs, self._max_rows
             prepared = PreparedStep(step, query_lens, keep_start, self._block_size, self._truncation, *sizes)
             for group_id in self._swa_group_ids:
-                prepared.rewrite_slots(step.slot_mappings[group_id], step.block_tables[group_id])
+                prepared.rewrite_slots(group_id)
         if self._checks:
             groups = [group for groups in self._runner_groups for group in groups]
             window = self._truncation.topology.consumer_window
@@ -145,17 +144,17 @@ class SubBatchBuilder:
     @contextmanager
     def viewing(self, prepared: PreparedStep | None) -> Iterator[None]:
         """While the runner builds the full batch's metadata, its consumer SWA builders see the step's view."""
-        # With a sub-batch nobody reads the full batch's consumer SWA metadata.
-        view = prepared.view if prepared is not None and prepared.plan is None else None
-        builders = [b for group in self._swa_groups for b in group.metadata_builders] if view is not None else []
-        for builder in builders:
+        unread = prepared is not None and prepared.plan is not None
+        view = None if prepared is None or unread else prepared.view
+        builders = [builder for group in self._swa_groups for builder in group.metadata_builders]
+        for builder in builders if view is not None or unread else []:
             assert isinstance(builder, ClippedBuilderMixin)
-            builder.view = view
+            builder.view, builder.unread = view, unread
         try:
             yield
         finally:
             for builder in builders:
-                builder.view = None
+                builder.view, builder.unread = None, False
 
     def build(self, prepared: PreparedStep | None) -> ConsumerStep | None:
         """The sub-batch of a prepared step; None when every row is kept."""
@@ -165,11 +164,9 @@ class SubBatchBuilder:
         compact = self._truncation.mode == "compact"
         # Connectors that save layer by layer are called from attention layers.
         if compact and prepared.wholly_below.all() and not has_kv_transfer_group():
-            return ConsumerStep(rows[:0], self._positions[:0], empty=None, compact=True, forward_context=None)
+            return ConsumerStep(rows[:0], prepared.positions[:0], empty=None, compact=True, forward_context=None)
         num_reqs, num_rows = len(step.start), len(plan.rows)
         cu_seqlens = plan.cu_seqlens.astype(np.int32)
-        # Not the plan's: with asynchronous scheduling the host may be ahead of the accepted draft tokens.
-        positions = torch.index_select(step.positions, 0, rows, out=self._positions[:num_rows])
         common = {
             "query_start_loc": self._buffers.put("cu_seqlens", cu_seqlens, self._max_reqs + 1),
             "query_start_loc_cpu": torch.from_numpy(cu_seqlens),
@@ -179,14 +176,16 @@ class SubBatchBuilder:
             "num_actual_tokens": num_rows,
             "max_query_len": int((cu_seqlens[1:] - cu_seqlens[:-1]).max()),
             "max_seq_len": step.max_seq_len,
-            "positions": positions,
+            "positions": prepared.positions,
             "is_prefilling": step.is_prefilling[:num_reqs],
         }
         metadata: dict[str, Any] = {}
         slots: dict[str, torch.Tensor] = {}
         for group in self._own_groups:
             group_id = group.kv_cache_group_id
-            slot_mapping = step.slot_mappings[group_id].index_select(0, rows)
+            slot_mapping = prepared.kept_slots.get(group_id)
+            if slot_mapping is None:
+                slot_mapping = step.slot_mappings[group_id].index_select(0, rows)
             builder = group.get_metadata_builder()
             if isinstance(builder, ClippedBuilderMixin):
                 builder.view = prepared.view
@@ -199,7 +198,7 @@ class SubBatchBuilder:
         placeholders = prepared.placeholders()
         return ConsumerStep(
             rows=rows,
-            positions=positions,
+            positions=prepared.positions,
             empty=None if placeholders is None else placeholders[:, None],
             compact=compact,
             forward_context=create_forward_context(metadata, self._vllm_config, slot_mapping=slots),

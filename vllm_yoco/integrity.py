@@ -179,7 +179,11 @@ def check_step(
             block_size=block_size,
             foreign_blocks=np.unique(np.concatenate(foreign)) if foreign else None,
         )
-        slots = step.slot_mappings[group_id][:num_rows].cpu().numpy().astype(np.int64)
+        if prepared is None or prepared.plan is None:
+            slots = step.slot_mappings[group_id][:num_rows].cpu().numpy().astype(np.int64)
+        else:
+            slots = np.full(num_rows, NO_SLOT)
+            slots[prepared.plan.rows] = prepared.kept_slots[group_id].cpu().numpy()
         check_writes(cells, slots[is_real])
         if step.in_graph or not is_real.all():
             continue  # the view of a graph is written into the runner's own table, once

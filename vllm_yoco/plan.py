@@ -195,7 +195,10 @@ def plan_rows(
     first_key = np.maximum(s_keep, _column([c.valid_start for c in chunks]))
 
     clip = clipped_rows(start, length, s_keep) if mode == "compact" else np.zeros_like(start)
-    cu_seqlens, owner, rows, positions = _tails(start, length, clip)
+    kept = _tails(length, clip)
+    num_rows = np.diff(kept.cu_seqlens)
+    owner = np.repeat(np.arange(len(chunks)), num_rows)
+    positions = kept.rows + np.repeat(start - (np.cumsum(length) - length), num_rows)
     # Mask also writes below s_keep: no prefill row sees those entries, and decode does not look so far back.
     writes = (positions >= s_keep[owner]) | (mode != "compact")
     return RowPlan(
@@ -204,8 +207,8 @@ def plan_rows(
         keep_tokens=keep_tokens,
         window=window,
         clip=clip,
-        cu_seqlens=cu_seqlens,
-        rows=rows,
+        cu_seqlens=kept.cu_seqlens,
+        rows=kept.rows,
         positions=positions,
         visible_lo=first_visible(positions, window, first_key[owner]),
         visible_hi=positions.copy(),
@@ -219,16 +222,12 @@ class KeptRows:
 
     ==============  =====  ============================================================================
     cu_seqlens      [C+1]  cumulative kept rows; chunk c owns rows ``cu_seqlens[c]:cu_seqlens[c + 1]``
-    owner           [T]    chunk of each row
     rows            [T]    index of each row in the full row order, strictly increasing
-    positions       [T]    absolute position
     ==============  =====  ============================================================================
     """
 
     cu_seqlens: IntArray
-    owner: IntArray
     rows: IntArray
-    positions: IntArray
 
 
 def kept_rows(start: IntArray, length: IntArray, s_keep: IntArray) -> KeptRows:
@@ -238,7 +237,7 @@ def kept_rows(start: IntArray, length: IntArray, s_keep: IntArray) -> KeptRows:
         start, length: [C] position of each chunk's first row, and its rows, in tokens.
         s_keep: [C] first retained position of each chunk's request, in tokens.
     """
-    return KeptRows(*_tails(start, length, clipped_rows(start, length, s_keep)))
+    return _tails(length, clipped_rows(start, length, s_keep))
 
 
 def clipped_rows(start: IntArray, length: IntArray, s_keep: IntArray) -> IntArray:
@@ -247,13 +246,11 @@ def clipped_rows(start: IntArray, length: IntArray, s_keep: IntArray) -> IntArra
     return np.minimum(below, length - 1)
 
 
-def _tails(start: IntArray, length: IntArray, clip: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """``KeptRows``'s arrays for chunks without their first ``clip`` rows."""
+def _tails(length: IntArray, clip: IntArray) -> KeptRows:
+    """The rows of chunks without their first ``clip`` rows."""
     kept = length - clip
     cu_seqlens, begin = _cumulative(kept), np.cumsum(length) - length
-    owner = np.repeat(np.arange(len(start)), kept)
-    rows = np.arange(cu_seqlens[-1]) + np.repeat(begin + clip - cu_seqlens[:-1], kept)
-    return cu_seqlens, owner, rows, rows + np.repeat(start - begin, kept)
+    return KeptRows(cu_seqlens, np.arange(cu_seqlens[-1]) + np.repeat(begin + clip - cu_seqlens[:-1], kept))
 
 
 def ring_slots(plan: RowPlan, *, ring_size: int, state_ids: Sequence[int]) -> IntArray:

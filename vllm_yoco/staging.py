@@ -36,14 +36,7 @@ class StepBuffers:
             ValueError: for more values than the capacity.
         """
         size = len(values)
-        if size > capacity:
-            raise ValueError(f"{name}: {size} values, but a step has at most {capacity}")
-        buffer = self._buffers.get(name)
-        if buffer is None:
-            dtype = torch.from_numpy(values).dtype
-            buffer = self._buffers[name] = torch.zeros(capacity, dtype=dtype, device=self._device)
-            if self.on_host:
-                self._arrays[name] = buffer.numpy()
+        buffer = self._buffer(name, size, torch.from_numpy(values).dtype, capacity)
         # Bytes compare and copy faster than arrays do.
         content = values.tobytes()
         if self._last.get(name) != content:
@@ -58,3 +51,25 @@ class StepBuffers:
                     source = source.pin_memory()
                 buffer[:size].copy_(source, non_blocking=True)
         return buffer[:size]
+
+    def gather(self, name: str, source: torch.Tensor, rows: torch.Tensor, capacity: int) -> torch.Tensor:
+        """``source[rows]`` [n], of the device, at the buffer's address.
+
+        Args:
+            rows: [n] int64 on the device.
+            name, capacity: as for ``put``.
+
+        Raises:
+            ValueError: for more rows than the capacity.
+        """
+        out = self._buffer(name, len(rows), source.dtype, capacity)[: len(rows)]
+        return torch.index_select(source, 0, rows, out=out)
+
+    def _buffer(self, name: str, size: int, dtype: torch.dtype, capacity: int) -> torch.Tensor:
+        if size > capacity:
+            raise ValueError(f"{name}: {size} values, but a step has at most {capacity}")
+        if name not in self._buffers:
+            self._buffers[name] = torch.zeros(capacity, dtype=dtype, device=self._device)
+            if self.on_host:
+                self._arrays[name] = self._buffers[name].numpy()
+        return self._buffers[name]

@@ -33,7 +33,8 @@ class StepInputs:
         seq_lens_cpu: the same on the host, an upper bound.
         positions: [T or more] device, absolute.
         block_tables: per KV cache group, [R or more, blocks] device.
-        slot_mappings: per KV cache group, [T or more] device int64; consumer SWA rows are rewritten in place.
+        slot_mappings: per KV cache group, [T or more] device int64; in a step that drops no row, those of consumer SWA
+            are rewritten in place.
         is_prefilling: [R or more] host bool.
         max_seq_len: upper bound of ``seq_lens``, in tokens.
         in_graph: the forward is a CUDA graph replay, which cannot drop rows.
@@ -58,6 +59,15 @@ class PreparedStep:
 
     Everything is derived on the host from arrays of R requests and of the kept rows; nothing grows with the prompt
     and nothing is read back from the device.
+
+    Attributes (the last three only with a plan):
+        keep_start: [R] s_keep.
+        wholly_below: [R] bool, requests whose chunk ends at or below s_keep: all that remains is a placeholder.
+        view: how consumer SWA kernels see the batch; None without consumer SWA.
+        plan: the kept rows; None where no row drops.
+        rows: [T'] device int64, index of each kept row in the full batch.
+        positions: [T'] device int64, absolute position of each.
+        kept_slots: per consumer SWA group, [T'] device int64.
     """
 
     def __init__(
@@ -77,12 +87,14 @@ class PreparedStep:
         self._block_size = block_size
         self._buffers, self._max_reqs, self._max_rows = buffers, max_reqs, max_rows
         self.wholly_below = step.start + query_lens <= keep_start
-        """[R] bool, requests whose chunk ends at or below s_keep: a placeholder is all that remains of it."""
         self.plan: KeptRows | None = None
         window = truncation.topology.consumer_window
         if not step.in_graph and (step.start < keep_start).any():
             self.plan = kept_rows(step.start, query_lens, keep_start)
             self.rows = buffers.put("rows", self.plan.rows, max_rows)
+            # Not the plan's: with asynchronous scheduling the host may be ahead of the accepted draft tokens.
+            self.positions = buffers.gather("positions", step.positions, self.rows, max_rows)
+            self.kept_slots: dict[int, torch.Tensor] = {}
         self.view = self._make_view(window) if window else None
 
     def _make_view(self, window: int) -> WindowView:
@@ -126,42 +138,50 @@ class PreparedStep:
         placeholder[self.plan.cu_seqlens[1:][self.wholly_below] - 1] = True
         return self._buffers.put("placeholder", placeholder, self._max_rows)
 
-    def rewrite_slots(self, slot_mapping: torch.Tensor, block_table: torch.Tensor) -> None:
+    def rewrite_slots(self, group_id: int) -> None:
         """Move the rows of one consumer SWA group to their rebased cells.
 
-        Rows below s_keep get none, and a row that vLLM gave none (padding, profiling batches) keeps none.
+        Without a plan, in the runner's own mapping. With one nobody reads that mapping, which has a row for every
+        token of the step: the kept rows' cells go to ``kept_slots``. Rows below s_keep get none, and a row that vLLM
+        gave none (padding, profiling batches) keeps none.
         """
-        num_rows, on_host = int(self.step.query_start_loc[-1]), self._buffers.on_host
-        # The arithmetic reads the same for both; on the host, NumPy's calls cost a third of torch's.
-        tensors = slot_mapping[:num_rows], self.step.positions[:num_rows], block_table
-        slots, positions, table = (tensor.numpy() if on_host else tensor for tensor in tensors)
+        slot_mapping, block_table = self.step.slot_mappings[group_id], self.step.block_tables[group_id]
         if self.plan is None:
-            slots[:] = self._cells(slots, positions, table, self._query_lens)
-            return
-        # A removed row gets no cell, so only the kept ones are looked at.
-        rows = self.plan.rows if on_host else self.rows
-        kept = self._cells(slots[rows], positions[rows], table, np.diff(self.plan.cu_seqlens))
-        slot_mapping[:num_rows].fill_(PAD_SLOT_ID)
-        slots[rows] = kept
+            num_rows = int(self.step.query_start_loc[-1])
+            slots = slot_mapping[:num_rows]
+            slots.copy_(self._cells(slots, self.step.positions[:num_rows], block_table, self._query_lens))
+        else:
+            slots, num_kept = slot_mapping.index_select(0, self.rows), np.diff(self.plan.cu_seqlens)
+            self.kept_slots[group_id] = self._cells(slots, self.positions, block_table, num_kept)
 
-    def _cells(self, slots: Any, positions: Any, table: Any, num_rows: np.ndarray) -> Any:
+    def _cells(
+        self, slots: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, num_rows: np.ndarray
+    ) -> torch.Tensor:
         """[T] rebased slots of T rows, of which ``num_rows`` [R] belong to each request."""
-        of_request = {
-            "row_keep_start": self.keep_start,
-            "row_rebase": self.keep_start % self._block_size,
-            "row_column": np.arange(len(num_rows)) * table.shape[1],  # of the flattened table
-        }
-        of_row: Any = [(name, np.repeat(values, num_rows)) for name, values in of_request.items()]
-        on_host = self._buffers.on_host
-        keep_start, rebase, column = (
-            values if on_host else self._buffers.put(name, values, self._max_rows) for name, values in of_row
-        )
-        no_cell = (positions < keep_start) | (slots < 0)
-        offset = positions - rebase
-        block = offset // self._block_size
-        offset -= block * self._block_size
-        # Rows below s_keep may have block -1 and read some other entry; what they get is overruled in the end.
-        block += column
-        offset += table.reshape(-1).take(block) * self._block_size
-        offset[no_cell] = PAD_SLOT_ID
-        return offset
+        table_row = np.arange(len(num_rows)) * table.shape[1]  # of the flattened table
+        of_request = self.keep_start, self.keep_start % self._block_size, table_row
+        of_row = [np.repeat(values, num_rows) for values in of_request]
+        if self._buffers.on_host:
+            # The arithmetic reads the same for both; on the host, NumPy's calls cost a third of torch's.
+            inputs = slots.numpy(), positions.numpy(), table.numpy()
+            return torch.from_numpy(_rebased(*inputs, of_row, self._block_size))
+        names = "row_keep_start", "row_rebase", "row_column"
+        on_device = [
+            self._buffers.put(name, values, self._max_rows) for name, values in zip(names, of_row, strict=True)
+        ]
+        rebased: torch.Tensor = _rebased(slots, positions, table, on_device, self._block_size)
+        return rebased
+
+
+def _rebased(slots: Any, positions: Any, table: Any, of_row: Any, block_size: int) -> Any:
+    """The slots of ``PreparedStep._cells``, of arrays or of tensors."""
+    keep_start, rebase, column = of_row
+    no_cell = (positions < keep_start) | (slots < 0)
+    offset = positions - rebase
+    block = offset // block_size
+    offset -= block * block_size
+    # Rows below s_keep may have block -1 and read some other entry; what they get is overruled in the end.
+    block += column
+    offset += table.reshape(-1).take(block) * block_size
+    offset[no_cell] = PAD_SLOT_ID
+    return offset

@@ -138,13 +138,16 @@ def _placeholder_writes(engines: Engines) -> None:
 
     original = PreparedStep.rewrite_slots
 
-    def rewrite_slots(self: PreparedStep, slot_mapping: Any, block_table: Any) -> None:
-        original(self, slot_mapping, block_table)
-        step, size = self.step, self._block_size
-        for request, last in enumerate(step.query_start_loc[1:]):
-            position = int(step.positions[last - 1])
+    def rewrite_slots(self: PreparedStep, group_id: int) -> None:
+        original(self, group_id)
+        if self.plan is None:
+            return
+        table, size = self.step.block_tables[group_id], self._block_size
+        for request, last in enumerate(self.plan.cu_seqlens[1:]):
+            position = int(self.positions[last - 1])
             if position < self.keep_start[request]:
-                slot_mapping[last - 1] = block_table[request, position // size] * size + position % size
+                slot = table[request, position // size] * size + position % size
+                self.kept_slots[group_id][last - 1] = slot
 
     _patch(PreparedStep, "rewrite_slots", rewrite_slots)
 

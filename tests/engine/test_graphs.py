@@ -99,22 +99,29 @@ def test_prefill_outside_a_graph_drops_rows():
     assert _prepare([0], [10], [10], in_graph=True)[0].plan is None
 
 
-def test_slots_are_rewritten_in_place():
-    prepared, step = _prepare([0, 20], [10, 1], [10, 20], in_graph=False)
+@pytest.mark.parametrize("in_graph", [True, False])
+def test_steps_that_drop_nothing_are_rewritten_in_place(in_graph):
+    """A graph replay reads the runner's mapping: its rows below s_keep get no cell there."""
+    starts, lengths = ([0, 20], [10, 1]) if in_graph else ([6, 20], [4, 1])
+    prepared, step = _prepare(starts, lengths, [10, 20], in_graph=in_graph)
+    assert prepared.plan is None
     slots = step.slot_mappings[0]
     address = slots.data_ptr()
-    prepared.rewrite_slots(slots, step.block_tables[0])
+    prepared.rewrite_slots(0)
     assert slots.data_ptr() == address
     # Request 0: rows 6 to 9, whose cells start with block 1. Request 1: s_keep = 16, so position 20 is cell 20.
-    assert slots.tolist() == [-1] * 6 + [11 * BLOCK + n for n in range(4)] + [25 * BLOCK]
+    dropped = [-1] * (6 if in_graph else 0)
+    assert slots.tolist() == [*dropped, *(11 * BLOCK + n for n in range(4)), 25 * BLOCK]
 
 
 @pytest.mark.parametrize("on_host", [True, False])
 def test_both_paths_write_the_same_slots(on_host):
     prepared, step = _prepare([0, 20, 3], [10, 1, 9], [10, 20, 15], in_graph=False)
     prepared._buffers.on_host = on_host
-    step.slot_mappings[0][9] = -1  # a row that vLLM gave no cell keeps none
-    prepared.rewrite_slots(step.slot_mappings[0], step.block_tables[0])
-    slots = step.slot_mappings[0].tolist()
-    assert slots[6:11] == [44, 45, 46, -1, 100]
-    assert slots[11:] == [-1] * 8 + [32 * BLOCK]  # s_keep = 11, r = 3: position 11 is cell 8, in block 2
+    before = step.slot_mappings[0]
+    before[9] = -1  # a row that vLLM gave no cell keeps none
+    given = before.clone()
+    prepared.rewrite_slots(0)
+    assert before.equal(given)  # nobody reads it, so nothing of the prompt's size is written
+    # Request 2: s_keep = 11 and r = 3, so position 11 is cell 8, in block 2.
+    assert prepared.kept_slots[0].tolist() == [44, 45, 46, -1, 25 * BLOCK, 32 * BLOCK]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from vllm_yoco.tools import bench_serve
+from vllm_yoco.tools.bench_serve import Serving, Workload
 from vllm_yoco.tools.cli import main
 
 KEEP = 25  # W + B of ced-tiny
@@ -19,15 +22,15 @@ def test_command(tmp_path, monkeypatch, capsys):
         [
             "bench",
             "ced-tiny",
-            *("--measure", "prefill,traffic,memory", "--modes", "stock,off,compact"),
+            *("--measure", "prefill,decode,traffic,memory", "--modes", "stock,off,compact"),
             *("--prompt-tokens", "64,640", "--concurrency", "3", "--batches", "1", "--output-tokens", "4"),
             *("--step-tokens", "160", "--repeats", "1", "--runner", "v1", "--json", str(tmp_path / "bench.json")),
         ]
     )
     assert code == 0, capsys.readouterr().err
     document = json.loads((tmp_path / "bench.json").read_text())
-    assert document["engines"].keys() == {"off", "stock", COMPACT}
-    prefills, traffic = document["points"][:2], document["points"][2]
+    assert document["engines"].keys() == {"off", "off again", "stock", COMPACT}
+    prefills, (decode, traffic) = document["points"][:2], document["points"][2:]
     for point, length in zip(prefills, (64, 640), strict=True):
         assert point["series"].keys() == {"off", "off again", "stock", COMPACT}
         for series in point["series"].values():
@@ -43,6 +46,11 @@ def test_command(tmp_path, monkeypatch, capsys):
         assert (run["total_input"], run["total_output"]) == (80 + 320 + 160, 12)
         assert run["p99_itl_ms"] >= run["median_itl_ms"] > 0
 
+    for series in decode["series"].values():
+        (run,) = series["runs"]
+        assert len(run["decode_step_ms"]) == 3 and min(run["decode_step_ms"]) > 0
+        assert run["median_itl_ms"] == pytest.approx(series["median"], rel=0.01)
+
     engines = document["memory"]["engines"]
     off, compact = (engines[name]["admission"] for name in ("off", COMPACT))
     for chunk in ("640", "160"):
@@ -50,3 +58,47 @@ def test_command(tmp_path, monkeypatch, capsys):
         assert compact[chunk]["peak_blocks"] < off[chunk]["peak_blocks"]
         assert compact[chunk]["admitted"] >= off[chunk]["admitted"] > 1
     assert all(found["peak"]["peak"] >= found["peak"]["before"] > 0 for found in engines.values())
+
+
+class Machine:
+    """A clock that moves only when somebody computes, and an engine that takes a step of one second per request."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def engine(self) -> SimpleNamespace:
+        requests: dict[str, int] = {}
+
+        def add_request(name, prompt, params):
+            self.now += 0.25
+            requests[name] = 0
+
+        def step():
+            self.now += len(requests)
+            requests.update({name: count + 1 for name, count in requests.items()})
+            answers = [
+                SimpleNamespace(request_id=n, outputs=[SimpleNamespace(token_ids=[0] * c)], finished=c == 3)
+                for n, c in requests.items()
+            ]
+            for answer in answers:
+                if answer.finished:
+                    del requests[answer.request_id]
+            return answers
+
+        return SimpleNamespace(add_request=add_request, step=step)
+
+
+def test_only_an_engine_s_own_steps_count(monkeypatch):
+    machine = Machine()
+    monkeypatch.setitem(bench_serve.CLOCKS, "fake", lambda: machine.now)
+    loads = [Workload((4,) * n, 3, n, clock="fake") for n in (1, 2)]
+    serving = [Serving(machine.engine(), load.prompts(9), load) for load in loads]
+    for step in range(3):
+        assert {s.step() for s in serving} == {step < 2}
+        machine.now += 100
+    for found, size in zip([s.metrics() for s in serving], (1, 2), strict=True):
+        assert found["num_steps"] == 3 and found["total_output"] == 3 * size
+        assert found["duration"] == size * 3.25
+        assert found["mean_ttft_ms"] == size * 1250
+        assert found["decode_step_ms"] == [size * 1000] * 2
+        assert found["median_itl_ms"] == size * 1000

@@ -12,8 +12,9 @@ from vllm_yoco.model_cost import Prefill, YocoCost
 from vllm_yoco.models.checkpoint import read_model_config
 from vllm_yoco.presets import model_presets
 from vllm_yoco.tools import bench, bench_report
-from vllm_yoco.tools.bench_engine import BenchEngine, Workload, _prompts
+from vllm_yoco.tools.bench_engine import BenchEngine
 from vllm_yoco.tools.bench_report import AGAIN, REFERENCE
+from vllm_yoco.tools.bench_serve import Workload
 from vllm_yoco.tools.cli import main
 
 KEEP = 129
@@ -30,7 +31,7 @@ def _engines() -> dict[str, BenchEngine]:
     common |= {"max_num_seqs": 8, "kv_cache_bytes": 1 << 20}
     return {
         name: BenchEngine(name=name, truncation=mode, **common)
-        for name, mode in ((REFERENCE, "off"), ("stock", None), (COMPACT, "compact"))
+        for name, mode in ((REFERENCE, "off"), (AGAIN, "off"), ("stock", None), (COMPACT, "compact"))
     }
 
 
@@ -63,6 +64,25 @@ def test_ratios(cost):
     assert series[COMPACT]["paired"] == pytest.approx(100 / 50)  # of 2.0, 1.83 and 2.5
     assert series[COMPACT]["spread"] == pytest.approx(0.2)
     assert series[REFERENCE]["speedup"] == series[REFERENCE]["paired"] == 1
+
+
+def test_decode_compares_steps_of_the_same_turn(cost):
+    """A machine twice as slow in one step, and in one round, moves no ratio."""
+    steps = {REFERENCE: [[10, 20, 10], [40, 40, 40]], AGAIN: [[10, 20, 10], [40, 40, 40]]}
+    steps |= {"stock": [[11, 22, 11], [44, 44, 44]], COMPACT: [[10, 20, 30], [20, 40, 40]]}
+    runs = {name: [{"decode_step_ms": found} for found in rounds] for name, rounds in steps.items()}
+    head = {"measure": "decode", "prompt_tokens": (256,), "output_tokens": 4, "chunk_tokens": None, "hit_tokens": 0}
+    series = bench_report.point(head, runs, {}, _engines(), cost)["series"]
+    assert series["stock"]["ratios"] == pytest.approx([1 / 1.1] * 2) and series["stock"]["best"] == 11
+    assert series[COMPACT]["ratios"] == [1, 1] and series[COMPACT]["median"] == 30
+
+
+def test_chunks_are_compared_with_the_first_size(cost):
+    first, many = (_prefill(cost, measure="chunks", chunk_tokens=size) for size in (4096, 256))
+    many["series"][COMPACT]["ratios"] = [0.9 * ratio for ratio in first["series"][COMPACT]["ratios"]]
+    change, interval = bench_report._against_first([first, many], many, COMPACT)
+    assert (str(change), interval) == ("-10.0%", None), "three rounds are too few for an interval"
+    assert bench_report._against_first([first, many], first, COMPACT) == (None, None)
 
 
 def test_noise_is_that_of_equal_runs(cost):
@@ -127,11 +147,12 @@ def test_report_files(cost, tmp_path):
 
 
 def test_prompts_share_the_hit_and_nothing_else():
-    prompts = _prompts(Workload((30, 50), 1, 2, hit_tokens=20), 1000)
+    prompts = Workload((30, 50), 1, 2, hit_tokens=20).prompts(1000)
     assert [len(p) for p in prompts] == [30, 50]
     assert prompts[0][:20] == prompts[1][:20] and prompts[0][20:30] != prompts[1][20:30]
-    assert prompts == _prompts(Workload((30, 50), 1, 2, hit_tokens=20), 1000)
-    assert prompts != _prompts(Workload((30, 50), 1, 2, hit_tokens=20, seed=1), 1000)
+    assert prompts == Workload((30, 50), 1, 2, hit_tokens=20).prompts(1000)
+    for seed in (1, (0, 1)):
+        assert prompts != Workload((30, 50), 1, 2, hit_tokens=20, seed=seed).prompts(1000)
 
 
 def _arguments(*argv: str) -> argparse.Namespace:

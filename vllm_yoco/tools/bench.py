@@ -1,11 +1,13 @@
 """``vllm-yoco bench``: what truncation saves and what it costs, measured side by side.
 
-All engines are alive at once, one process each, and take turns: every round serves every point once with every
-engine, in rotating order, so that drift of the machine meets all of them. ``off`` takes two turns a round; what the
-two differ by is the noise that any other difference has to exceed.
+All engines are alive at once, one process each, and take turns step by step, in rotating order: what disturbs the
+machine for longer than a step meets all of them. Only an engine's own steps count in its times. Every round serves
+every point once. Of ``off`` there are two engines; what they differ by is the noise that any other difference has to
+exceed.
 
     stock      vLLM with the model class registered and no plugin (VLLM_PLUGINS="")
     off        the plugin, no truncation: what the others are compared with
+    off again  the same once more
     mask, compact    one engine for each K
 
 Measurements (``--measure``)
@@ -28,7 +30,8 @@ JSON (``--json``, or report.json in ``--out``):
     command, version, model, machine, clock
     engines    {name: {truncation, keep_tokens, runner, dtype, device, backends}}
     points     [{measure, prompt_tokens [L], output_tokens, chunk_tokens (null: all), concurrency, hit_tokens,
-               series {name: {runs [fields of vLLM's BenchmarkMetrics], spread, speedup, ...}}, noise,
+               series {name: {runs [fields of vLLM's BenchmarkMetrics, decode_step_ms], ratios, spread, speedup,
+               ...}}, noise,
                parts {engine: {part: seconds}}, ceilings {engine: {measured, flops, rows}}}]
     memory     {prompt_tokens, engines {name: {peak {before, peak: bytes}, admission {chunk: {...}}}}} or null
     steps      [{engine, requests, prompt_tokens, kind (prefill | decode), plugin, plugin_best, builders: seconds}]
@@ -52,8 +55,9 @@ from typing import TYPE_CHECKING, Any
 from vllm_yoco.config import Truncation
 from vllm_yoco.tools import bench_engine, bench_report
 from vllm_yoco.tools.arguments import numbers
-from vllm_yoco.tools.bench_engine import BenchEngine, Workload
+from vllm_yoco.tools.bench_engine import BenchEngine
 from vllm_yoco.tools.bench_report import AGAIN, REFERENCE
+from vllm_yoco.tools.bench_serve import CLOCKS, Workload
 from vllm_yoco.tools.check_inputs import MODEL_HELP, open_model, resolve_keeps
 from vllm_yoco.tools.engine_process import RUNNERS, EngineError, EngineHost
 from vllm_yoco.tools.report import add_json_argument, emit, make_report_folder, progress
@@ -86,7 +90,7 @@ class Point:
 
 @dataclass
 class Bench:
-    """Engines by name, each in a process of its own; all that takes their turns."""
+    """Engines by name, each in a process of its own."""
 
     engines: dict[str, BenchEngine]
     hosts: dict[str, EngineHost]
@@ -116,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-tokens", metavar="N", type=int, default=64, help="decode, traffic (default: 64)")
     parser.add_argument("--repeats", metavar="N", type=int, default=3, help="rounds (default: 3)")
     parser.add_argument(
-        "--clock", choices=list(bench_engine.CLOCKS), default="wall", help="cpu: time computed, for shared machines"
+        "--clock", choices=list(CLOCKS), default="wall", help="cpu: time computed, for shared machines"
     )
     parser.add_argument("--runner", choices=RUNNERS, default="auto", help="vLLM's model runner")
     parser.add_argument("--dtype", help="auto or a dtype (default: float32 on a CPU, auto on a GPU)")
@@ -196,7 +200,7 @@ def _measure(
     groups = {
         ("prefill", "chunks", "decode", "traffic"): plain,
         ("hits",): {name: replace(spec, prefix_caching=True) for name, spec in plain.items() if name != "stock"},
-        ("memory", "steps"): {name: spec for name, spec in plain.items() if name != "stock"},
+        ("memory", "steps"): {name: spec for name, spec in plain.items() if name not in ("stock", AGAIN)},
     }
     wanted_groups = {
         tuple(measure for measure in group if measure in measures): engines for group, engines in groups.items()
@@ -231,7 +235,7 @@ def _serve_points(
     bench.start(min(longest + 1, max([p.workload.longest for p in points], default=longest)))
     results["engines"] |= _describe(bench)
     # Rounds outside, points inside: what drifts in minutes meets every point.
-    runs = [{name: [] for name in (*bench.engines, AGAIN)} for _ in points]
+    runs: list[dict[str, list[dict[str, Any]]]] = [{name: [] for name in bench.engines} for _ in points]
     turns = [(repeat, index) for repeat in range(args.repeats) for index in range(len(points))]
     for repeat, index in progress(turns, "measuring"):
         _round(bench, points[index], repeat, runs[index])
@@ -277,7 +281,7 @@ def engines_of(
         kv_cache_bytes=max(tokens, decode) * token_bytes,
         options=_llm_options(args.engine_flags),
     )
-    engines = {REFERENCE: common}
+    engines = {REFERENCE: common, AGAIN: replace(common, name=AGAIN)}
     if "stock" in modes:
         engines["stock"] = replace(common, name="stock", truncation=None)
     for mode in ("mask", "compact"):
@@ -358,15 +362,22 @@ def register_model_class_only() -> None:
 
 
 def _round(bench: Bench, point: Point, repeat: int, runs: dict[str, list[dict[str, Any]]]) -> None:
-    """Serve one point once with every engine, in an order that rotates, and add what it took to ``runs``."""
-    turns = list(runs)
-    shift = repeat % len(turns)
-    for name in turns[shift:] + turns[:shift]:
-        workload = point.workload
-        if workload.hit_tokens or point.measure == "hits":
-            # Other tokens each time: what an earlier round left in the cache must not be hit.
-            workload = replace(workload, seed=1000 * (1 + workload.seed) + repeat + 500 * (name == AGAIN))
-        runs[name].append(bench.call(REFERENCE if name == AGAIN else name, bench_engine.serve, workload))
+    """Serve one point once with every engine, step by step in turn, and add what it took to ``runs``."""
+    workload = point.workload
+    if point.measure == "hits":
+        # What an earlier round or point left in the cache must not be hit.
+        workload = replace(workload, seed=(point.workload.seed, repeat, workload.hit_tokens))
+    serving, turn = list(runs), repeat
+    for name in serving:
+        bench.call(name, bench_engine.begin, workload)
+    while serving:
+        first = turn % len(serving)
+        outcomes = {name: bench.call(name, bench_engine.step) for name in serving[first:] + serving[:first]}
+        for name, outcome in outcomes.items():
+            if outcome is not None:
+                runs[name].append(outcome)
+                serving.remove(name)
+        turn += 1
 
 
 def _point(bench: Bench, point: Point, runs: dict[str, list[dict[str, Any]]], cost: Any) -> dict[str, Any]:
@@ -376,7 +387,7 @@ def _point(bench: Bench, point: Point, runs: dict[str, list[dict[str, Any]]], co
         timed = {
             name: bench.call(name, bench_engine.parts, point.workload)
             for name, spec in bench.engines.items()
-            if spec.truncation != "mask" and name != "stock"
+            if spec.truncation != "mask" and name not in ("stock", AGAIN)
         }
     workload = point.workload
     return bench_report.point(

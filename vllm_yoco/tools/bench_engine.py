@@ -1,27 +1,19 @@
-"""Jobs for ``EngineHost`` that serve a workload and time it; see ``vllm_yoco.tools.bench``.
-
-Requests are driven through ``LLMEngine.step`` in the child, so a token's time is that of the step that returned it.
-The figures come from vLLM's own ``calculate_metrics`` (vllm/benchmarks/serve.py), under its names.
-"""
+"""Jobs for ``EngineHost`` that serve a workload and measure it; see ``vllm_yoco.tools.bench``."""
 
 from __future__ import annotations
 
 import gc
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from vllm_yoco.tools.bench_serve import CLOCKS, Serving, Workload
 from vllm_yoco.tools.engine_process import Engines, llm_options
 
-PERCENTILES = (50.0, 99.0)
-CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
-"""``cpu``: time that the engine's process has computed. With one thread on an idle machine it equals ``wall``; where
-other work shares the cores it leaves out the waiting."""
 STATUS = Path("/proc/self/status")
 CLEAR_PEAK = Path("/proc/self/clear_refs")
 
@@ -50,34 +42,6 @@ class BenchEngine:
     block_size: int = 32
     prefix_caching: bool = False
     options: tuple[tuple[str, Any], ...] = ()
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Requests that arrive together, at most ``concurrency`` of them in flight.
-
-    Attributes:
-        prompt_tokens: L of each request.
-        output_tokens: of each request; nothing ends one earlier.
-        chunk_tokens: rows a step may take; None takes a prompt in one step.
-        hit_tokens: leading tokens that an earlier request left in the prefix cache.
-        clock: one of ``CLOCKS``.
-    """
-
-    prompt_tokens: tuple[int, ...]
-    output_tokens: int
-    concurrency: int
-    chunk_tokens: int | None = None
-    hit_tokens: int = 0
-    seed: int = 0
-    clock: str = "wall"
-
-    @property
-    def longest(self) -> int:
-        return max(self.prompt_tokens) + self.output_tokens
-
-    def step_tokens(self) -> int:
-        return self.chunk_tokens or max(self.prompt_tokens)
 
 
 def get(engines: Engines, spec: BenchEngine) -> Any:
@@ -112,85 +76,30 @@ def _randomise(model: Any) -> None:
 
 
 def serve(engines: Engines, spec: BenchEngine, workload: Workload) -> dict[str, Any]:
-    """Serve the requests once.
+    """Serve the requests once, without a pause; the outcome is that of ``Serving.metrics``."""
+    return _serving(engines, spec, workload).run()
 
-    Returns:
-        The fields of vLLM's ``BenchmarkMetrics`` without None, percentiles flattened as ``vllm bench`` does
-        (``p99_itl_ms``), with ``duration`` in seconds and ``num_steps``.
-    """
+
+def begin(engines: Engines, spec: BenchEngine, workload: Workload) -> None:
+    """Make ready to serve the requests by ``step``."""
+    engines.serving = _serving(engines, spec, workload)
+
+
+def step(engines: Engines, spec: BenchEngine) -> dict[str, Any] | None:
+    """One step of what ``begin`` began; after the last one its outcome, as ``Serving.metrics`` has it."""
+    return None if engines.serving.step() else engines.serving.metrics()
+
+
+def _serving(engines: Engines, spec: BenchEngine, workload: Workload) -> Serving:
     llm = get(engines, spec)
     engine = llm.llm_engine
-    scheduler = engine.engine_core.engine_core.scheduler
-    scheduler.max_num_scheduled_tokens = workload.step_tokens()
-    prompts = _prompts(workload, llm.model_config.get_vocab_size())
+    engine.engine_core.engine_core.scheduler.max_num_scheduled_tokens = workload.step_tokens()
+    prompts = workload.prompts(llm.model_config.get_vocab_size())
     if workload.hit_tokens:
-        prefix = prompts[0][: workload.hit_tokens]
-        _drive(engine, [prefix], 1, 1, time.perf_counter)
+        prefix = replace(workload, prompt_tokens=(workload.hit_tokens,), output_tokens=1, concurrency=1)
+        Serving(engine, [prompts[0][: workload.hit_tokens]], prefix).run()
     gc.collect()
-    clock = CLOCKS[workload.clock]
-    return _metrics(workload, *_drive(engine, prompts, workload.output_tokens, workload.concurrency, clock))
-
-
-def _prompts(workload: Workload, vocab_size: int) -> list[list[int]]:
-    """Random tokens, equal for equal seeds; all share their first ``hit_tokens``."""
-    stream = np.random.default_rng(workload.seed)
-    prefix = stream.integers(0, vocab_size, workload.hit_tokens).tolist()
-    return [prefix + stream.integers(0, vocab_size, length - len(prefix)).tolist() for length in workload.prompt_tokens]
-
-
-def _drive(
-    engine: Any, prompts: Sequence[list[int]], output_tokens: int, concurrency: int, clock: Callable[[], float]
-) -> tuple[list[Any], float, int]:
-    """Serve the prompts in order, ``concurrency`` at a time; per-request outcomes, seconds, steps."""
-    from vllm import SamplingParams
-    from vllm.benchmarks.lib.endpoint_request_func import RequestFuncOutput
-    from vllm.inputs import TokensPrompt
-
-    params = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True, detokenize=False)
-    waiting = list(enumerate(prompts))[::-1]
-    outcomes: dict[str, Any] = {}
-    arrivals: dict[str, float] = {}
-    last: dict[str, float] = {}
-    in_flight = num_steps = 0
-    begin = clock()
-    while waiting or in_flight:
-        while waiting and in_flight < concurrency:
-            index, prompt = waiting.pop()
-            name = f"{begin}-{index}"
-            arrivals[name] = clock()
-            engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), params)
-            # vLLM appends a suffix of its own to the names it works with, not to those it reports.
-            outcomes[name] = RequestFuncOutput(prompt_len=len(prompt), start_time=arrivals[name])
-            in_flight += 1
-        answers = engine.step()
-        num_steps += 1
-        now = clock()
-        for answer in answers:
-            outcome, tokens = outcomes[answer.request_id], len(answer.outputs[0].token_ids)
-            if tokens > outcome.output_tokens:
-                if outcome.output_tokens:
-                    outcome.itl.append(now - last[answer.request_id])
-                else:
-                    outcome.ttft = now - arrivals[answer.request_id]
-                last[answer.request_id], outcome.output_tokens = now, tokens
-            if answer.finished:
-                outcome.success, outcome.latency = True, now - arrivals[answer.request_id]
-                in_flight -= 1
-    return list(outcomes.values()), clock() - begin, num_steps
-
-
-def _metrics(workload: Workload, outcomes: list[Any], seconds: float, num_steps: int) -> dict[str, Any]:
-    from vllm.benchmarks.serve import calculate_metrics
-
-    metrics, _ = calculate_metrics([], outcomes, seconds, None, list(PERCENTILES), {})
-    found: dict[str, Any] = {"duration": seconds, "num_steps": num_steps}
-    for name, value in asdict(metrics).items():
-        if name.startswith("percentiles_"):
-            for percentile, number in value:
-                found[f"p{percentile:g}_{name.removeprefix('percentiles_')}"] = float(number)
-        elif value is not None:
-            found[name] = float(value)
-    return found
+    return Serving(engine, prompts, workload)
 
 
 # -- parts ---------------------------------------------------------------------------------------------------------

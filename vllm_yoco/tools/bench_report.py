@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 REFERENCE, AGAIN = "off", "off again"
 ALTERNATIVE, ALTERNATIVE_OFF = "Gemma 4, fast prefill", "Gemma 4"
 
-TIMES = {"decode": "median_itl_ms", "traffic": "duration"}
+DECODE_STEPS = "decode_step_ms"
+TIMES = {"decode": DECODE_STEPS, "traffic": "duration"}
 """The figure that a measurement compares; TTFT in all others."""
 TTFT = "median_ttft_ms"  # of one request, so there is but one
 
@@ -39,22 +40,27 @@ def point(
 ) -> dict[str, Any]:
     """Runs of one point with what follows from them.
 
-    ``speedup``: best time of the reference over best time of the series. ``paired``: median over rounds of the same
-    ratio within a round, which drift of the machine disturbs less; ``interval``: its 95 % confidence interval, None
-    of fewer than six rounds. ``spread``: worst over best, less 1. ``noise``: what ``paired`` and ``speedup`` of the
-    reference against itself differ from 1 by, the larger.
+    ``speedup``: best time of the reference over best time of the series. ``ratios``: the same within each round,
+    of decode the median over its steps; ``paired``: their median, which drift of the machine disturbs less;
+    ``interval``: its 95 % confidence interval, None of fewer than six rounds. ``spread``: worst over best, less 1.
+    ``noise``: what ``paired`` and ``speedup`` of the reference against itself differ from 1 by, the larger.
     """
     figure = TIMES.get(head["measure"], TTFT)
-    times = {name: [run[figure] for run in found] for name, found in runs.items()}
+    times = {name: [_time(run, figure) for run in found] for name, found in runs.items()}
     series = {}
     for name, found in times.items():
         base = times[reference_of(name)]
-        ratios = [b / f for b, f in zip(base, found, strict=True)]
+        if figure == DECODE_STEPS:
+            rounds = zip(runs[reference_of(name)], runs[name], strict=True)
+            ratios = [_median_ratio(base_run[figure], run[figure]) for base_run, run in rounds]
+        else:
+            ratios = [b / f for b, f in zip(base, found, strict=True)]
         series[name] = {
             "best": min(found),
             "median": median(found),
             "spread": max(found) / min(found) - 1,
             "speedup": min(base) / min(found),
+            "ratios": ratios,
             "paired": median(ratios),
             "interval": median_interval(ratios),
             "runs": runs[name],
@@ -73,6 +79,15 @@ def point(
             if (found := _ceilings(head, name, spec, parts, cost)) is not None
         },
     }
+
+
+def _time(run: Mapping[str, Any], figure: str) -> float:
+    found = run[figure]
+    return float(median(found) if figure == DECODE_STEPS else found)
+
+
+def _median_ratio(base: Sequence[float], other: Sequence[float]) -> float:
+    return median(b / o for b, o in zip(base, other, strict=True))
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
@@ -194,12 +209,14 @@ def _series(points: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, 
             yield p, name, series
 
 
-def _against_first(points: Sequence[Mapping[str, Any]], p: Mapping[str, Any], name: str) -> Number | None:
-    """What many chunks cost: median over rounds of the time at this point over that at the first, less 1."""
-    if p["measure"] != "chunks" or p is points[0]:
-        return None
-    times = [[run[q["figure"]] for run in q["series"][name]["runs"]] for q in (p, points[0])]
-    return Number(f"{median(a / b for a, b in zip(*times, strict=True)) - 1:+.1%}")
+def _against_first(points: Sequence[Mapping[str, Any]], p: Mapping[str, Any], name: str) -> tuple[Any, Any]:
+    """What the speed-up at this chunk size is to that at the first, in rounds, less 1; and its 95 % interval."""
+    if p["measure"] != "chunks" or p is points[0] or name == REFERENCE:
+        return None, None
+    here, first = (q["series"][name]["ratios"] for q in (p, points[0]))
+    changes = [a / b - 1 for a, b in zip(here, first, strict=True)]
+    interval = median_interval(changes)
+    return Number(f"{median(changes):+.1%}"), interval and Number(f"{interval[0]:+.1%} to {interval[1]:+.1%}")
 
 
 def _ttft_table(points: Sequence[Mapping[str, Any]]) -> str:
@@ -218,7 +235,7 @@ def _ttft_table(points: Sequence[Mapping[str, Any]]) -> str:
                 _gain(s["speedup"]),
                 _gain(s["paired"]),
                 None if name == reference_of(name) else _gains(s.get("interval")),
-                _against_first(points, p, name),
+                *_against_first(points, p, name),
                 _gain(ceilings.get("measured")),
                 _gain(ceilings.get("flops")),
                 _reached(p, name),
@@ -226,7 +243,7 @@ def _ttft_table(points: Sequence[Mapping[str, Any]]) -> str:
         )
     headers = (
         *("L", "chunk", "hit", "engine", "TTFT best, ms", "median", "spread", "speed-up", "paired", "95 %"),
-        *("vs first chunk", "ceiling", "by FLOPs", "reached"),
+        *("vs first chunk", "95 % of it", "ceiling", "by FLOPs", "reached"),
     )
     return _render(headers, rows)
 
@@ -265,7 +282,7 @@ def _decode_table(points: Sequence[Mapping[str, Any]]) -> str:
             )
         )
     headers = (
-        *("batch", "engine", "ITL best, ms", "ITL median", "TPOT median", "spread", "vs off, paired", "95 %"),
+        *("batch", "engine", "step best, ms", "step median", "TPOT median", "spread", "vs off, paired", "95 %"),
         "vs off, best",
     )
     return _render(headers, rows)

@@ -43,11 +43,13 @@ class RequestTrace:
     chunks: list[tuple[int, int, int]] = field(default_factory=list)
     """First row, rows, number of the engine's step."""
     columns: dict[str, np.ndarray] = field(default_factory=dict)
+    may_idle: bool = True
+    """The engine skips consumer layers in steps of nothing but placeholders."""
 
     @classmethod
-    def empty(cls, num_prompt_tokens: int, num_consumers: int) -> RequestTrace:
+    def empty(cls, num_prompt_tokens: int, num_consumers: int, *, may_idle: bool = True) -> RequestTrace:
         columns = {name: np.zeros(0, np.int64) for name in COUNTS + VALUES}
-        return cls(num_prompt_tokens, num_consumers, [], columns)
+        return cls(num_prompt_tokens, num_consumers, [], columns, may_idle)
 
     def add_chunk(self, start: int, length: int, step: int) -> None:
         """Rows ``[start, start + length)`` were scheduled in one step."""
@@ -180,7 +182,7 @@ def _idle_steps(traces: Sequence[RequestTrace], keep_tokens: int) -> Set[int]:
     for trace in traces:
         for start, rows, step in trace.chunks:
             below = start + rows <= keep_start(trace.num_prompt_tokens, keep_tokens)
-            steps.setdefault(step, []).append(below)
+            steps.setdefault(step, []).append(below and trace.may_idle)
     return frozenset(step for step, below in steps.items() if all(below))
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.forward_context import get_forward_context
 from vllm.v1.worker.utils import AttentionGroup
 
@@ -78,7 +79,8 @@ class Recorder:
         starts = {}
         for new in scheduled.scheduled_new_reqs:
             if new.req_id not in self._requests:  # V2 counts a request that resumes as new
-                trace = RequestTrace.empty(len(new.prompt_token_ids), len(self._consumers))
+                may_idle = not has_kv_transfer_group()  # see vllm_yoco.batch
+                trace = RequestTrace.empty(len(new.prompt_token_ids), len(self._consumers), may_idle=may_idle)
                 self._requests[new.req_id] = _Request(len(self._requests), trace)
             self._requests[new.req_id].blocks = [list(ids) for ids in new.block_ids]
             starts[new.req_id] = new.num_computed_tokens

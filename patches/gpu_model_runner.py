@@ -49,7 +49,6 @@ def install() -> None:
 def _step_inputs(runner: Any, truncation: Any, call: dict[str, Any]) -> Any:
     """The step as V1 holds it; ``call`` are the wrapped method's keyword arguments."""
     import numpy as np
-    import torch
 
     from vllm_yoco.requests import keeps_every_row
     from vllm_yoco.step import StepInputs
@@ -65,7 +64,6 @@ def _step_inputs(runner: Any, truncation: Any, call: dict[str, Any]) -> Any:
     if truncation.prompt_logprobs == "full":
         requests = (runner.requests[req_id] for req_id in batch.req_ids[:num_reqs])
         keep_all[:] = [keeps_every_row(request.sampling_params, "full") for request in requests]
-    seq_lens_cpu = runner.optimistic_seq_lens_cpu[:num_shown]
     group_ids = range(len(runner.kv_cache_config.kv_cache_groups))
     return StepInputs(
         num_prompt_tokens=num_prompt_tokens,
@@ -73,11 +71,10 @@ def _step_inputs(runner: Any, truncation: Any, call: dict[str, Any]) -> Any:
         query_start_loc=runner.query_start_loc.np[: num_reqs + 1],
         keep_all=keep_all,
         seq_lens=runner.seq_lens[:num_shown],
-        seq_lens_cpu=seq_lens_cpu,
+        seq_lens_cpu=runner.optimistic_seq_lens_cpu[:num_shown],
         positions=runner.positions,
         block_tables=[batch.block_table[group].get_device_tensor(num_shown) for group in group_ids],
         slot_mappings=[call["slot_mappings"][group] for group in group_ids],
-        is_prefilling=torch.from_numpy(start < num_prompt_tokens),
-        max_seq_len=int(seq_lens_cpu[:num_reqs].max()),
+        is_prefilling=start < num_prompt_tokens,
         in_graph=in_graph,
     )

@@ -113,7 +113,7 @@ class Installer:
         strays = ("PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT")
         self.env = {name: value for name, value in os.environ.items() if name not in strays}
         self.env.update(PIP_USER="0", PYTHONNOUSERSITE="1", PIP_NO_INPUT="1")
-        self.env.update(PIP_DISABLE_PIP_VERSION_CHECK="1")
+        self.env.update(PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_COMPILE="1")  # see compile_modules
 
     def run(self, title: str, command: list[str], explain: Callable[[str], str] | None = None) -> None:
         """explain: turns a failed command's output into advice to print in its place, or ''."""
@@ -224,6 +224,16 @@ def remove_broken_media(installer: Installer) -> None:
             installer.run(f"removing {name}, which does not load beside this torch", uninstall)
 
 
+def compile_modules(installer: Installer) -> None:
+    """Byte code of everything installed, on all cores; pip would compile one file after the other."""
+    code = """
+import compileall, sysconfig
+if __name__ == "__main__":
+    compileall.compile_dir(sysconfig.get_path("purelib"), quiet=2, workers=0)
+"""
+    installer.run("byte code", [installer.python, "-c", code])
+
+
 def check(installer: Installer, device: str) -> None:
     code = f"""
 import importlib.metadata, torch, vllm
@@ -293,6 +303,7 @@ def set_up(venv: Path, device: str, dry_run: bool) -> None:
     if dry_run:
         return
     remove_broken_media(installer)
+    compile_modules(installer)
     check(installer, device)
     partial = stamp.with_suffix(".new")
     partial.write_text(json.dumps(want))

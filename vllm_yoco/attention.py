@@ -23,13 +23,13 @@ layers get builders of their own (vllm/v1/worker/gpu/attn_utils.py, ``init_attn_
 
 from __future__ import annotations
 
+import copy
 import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import subclass_attention_backend
@@ -102,31 +102,39 @@ class ClippedBuilderMixin:
             stable = self._stable_seq_lens[: common_attn_metadata.num_reqs]
             common_attn_metadata = common_attn_metadata.replace(seq_lens=stable.copy_(common_attn_metadata.seq_lens))
         built = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)  # type: ignore[misc]
-        if self.device.type == "cpu":  # type: ignore[attr-defined]
-            built.fresh_blocks = None if self.unread else self._fresh_blocks(common_attn_metadata.slot_mapping)
+        if self.device.type == "cpu" and not self.unread:  # type: ignore[attr-defined]
+            self._clear_fresh_blocks(common_attn_metadata.slot_mapping)
         return built
 
-    def _fresh_blocks(self, slot_mapping: torch.Tensor) -> torch.Tensor | None:
-        """Blocks that this step writes for the first time, [F] int64, or None.
+    def _clear_fresh_blocks(self, slot_mapping: torch.Tensor) -> None:
+        """Put zeros into the blocks that this step writes for the first time.
 
         Cells are filled in order and a block starts at ``s_keep``, so a block is new exactly when its first cell
         is written. CPU_ATTN multiplies the unwritten cells of the last block by zero weights, which a NaN that an
-        earlier owner left there survives; ``ConsumerSlidingAttention`` clears such blocks first.
+        earlier owner left there survives.
         """
         block_size = self.kv_cache_spec.block_size  # type: ignore[attr-defined]
         slots = slot_mapping.numpy()
-        first_cells = slots[(slots % block_size == 0) & (slots >= 0)]
-        return torch.from_numpy(first_cells // block_size) if len(first_cells) else None
+        first_cells = slots[slots % block_size == 0]
+        if not len(first_cells):
+            return
+        fresh = torch.from_numpy(first_cells[first_cells >= 0] // block_size)
+        layers = self.vllm_config.compilation_config.static_forward_context  # type: ignore[attr-defined]
+        for name in self.layer_names:  # type: ignore[attr-defined]
+            # As bytes: not every KV dtype has a fill of its own.
+            layers[name].kv_cache.view(torch.uint8).index_fill_(0, fresh, 0)
 
     def _clipped(self, common: CommonAttentionMetadata, view: WindowView) -> CommonAttentionMetadata:
         upper_bound = common.seq_lens_cpu_upper_bound
-        return common.replace(
-            seq_lens=view.seq_lens(common.seq_lens),
-            seq_lens_cpu_upper_bound=None if upper_bound is None else view.seq_lens_cpu(upper_bound),
-            block_table_tensor=view.block_table(common.block_table_tensor, self.kv_cache_spec.block_size),  # type: ignore[attr-defined]
-            # Filled lazily by other groups' builders from the unshifted lengths.
-            _num_computed_tokens_cache=None,
-        )
+        # What ``common.replace`` does, in a tenth of its time: this is part of every decode step.
+        clipped = copy.copy(common)
+        clipped.seq_lens = view.seq_lens(common.seq_lens)
+        if upper_bound is not None:
+            clipped.seq_lens_cpu_upper_bound = view.seq_lens_cpu(upper_bound)
+        clipped.block_table_tensor = view.block_table(common.block_table_tensor, self.kv_cache_spec.block_size)  # type: ignore[attr-defined]
+        # Filled lazily by other groups' builders from the unshifted lengths.
+        clipped._num_computed_tokens_cache = None
+        return clipped
 
     @functools.cached_property
     def _stable_seq_lens(self) -> torch.Tensor | None:
@@ -177,15 +185,6 @@ class ConsumerSlidingAttention(Attention):
             attn_backend=clipped_backend(base),
             **kwargs,
         )
-
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any) -> torch.Tensor:
-        metadata = get_forward_context().attn_metadata
-        if isinstance(metadata, dict):
-            fresh = getattr(metadata[self.layer_name], "fresh_blocks", None)
-            if fresh is not None:
-                # As bytes: not every KV dtype has a fill of its own.
-                self.kv_cache.view(torch.uint8).index_fill_(0, fresh, 0)
-        return super().forward(query, key, value, *args)
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
         spec = super().get_kv_cache_spec(vllm_config)

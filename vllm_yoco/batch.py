@@ -93,12 +93,14 @@ class SubBatchBuilder:
         self._buffers = StepBuffers(device)
         self._checks = integrity.enabled() and bool(swa_layers)
         self._runner_groups: Any = None
+        self._decoding: Any = None
+        """What identifies the batch of the last step, if all of it was past its prompts."""
 
     def bind(self, attn_groups: list[list[AttentionGroup]]) -> None:
         """Take over the runner's attention groups; called every step, does its work when they are new."""
         if self._runner_groups is attn_groups:
             return
-        self._runner_groups = attn_groups
+        self._runner_groups, self._decoding = attn_groups, None
         flat = [group for groups in attn_groups for group in groups]
         self._swa_groups = [group for group in flat if not self._swa_layers.isdisjoint(group.layer_names)]
         self._swa_group_ids = sorted({group.kv_cache_group_id for group in self._swa_groups})
@@ -123,23 +125,34 @@ class SubBatchBuilder:
         In a step that drops no row, rewrites the slot mapping of the consumer SWA groups in place. Call before the
         runner builds the step's metadata.
         """
-        num_reqs = len(step.start)
-        query_lens = step.query_start_loc[1:] - step.query_start_loc[:-1]
-        # A row that is neither prefill nor past its prompt belongs to a dummy batch and has no cells.
-        real = step.is_prefilling[:num_reqs].numpy() | (step.start >= step.num_prompt_tokens)
-        keep_start = np.maximum(step.num_prompt_tokens - self._truncation.keep_tokens, 0)
-        keep_start = np.where(real & ~step.keep_all, keep_start, 0).astype(np.int64)
-        prepared = None
-        if keep_start.any():
-            sizes = self._buffers, self._max_reqs, self._max_rows
-            prepared = PreparedStep(step, query_lens, keep_start, self._block_size, self._truncation, *sizes)
+        past_prompt = step.start >= step.num_prompt_tokens
+        batch = None
+        if past_prompt.all():
+            batch = step.num_prompt_tokens.tobytes(), step.keep_all.tobytes(), len(step.seq_lens), step.in_graph
+        if batch is None or batch != self._decoding:
+            self._derive(step, past_prompt)
+            self._decoding = batch
+        prepared = self._prepared
+        if prepared is not None:
+            prepared.step = step
             for group_id in self._swa_group_ids:
                 prepared.rewrite_slots(group_id)
         if self._checks:
             groups = [group for groups in self._runner_groups for group in groups]
             window = self._truncation.topology.consumer_window
-            integrity.check_step(step, keep_start, real, groups, self._swa_groups, window, prepared)
+            integrity.check_step(step, self._keep_start, self._real, groups, self._swa_groups, window, prepared)
         return prepared
+
+    def _derive(self, step: StepInputs, past_prompt: np.ndarray) -> None:
+        """All that consecutive decode steps of one batch have in common."""
+        # A row that is neither prefill nor past its prompt belongs to a dummy batch and has no cells.
+        self._real = step.is_prefilling[: len(step.start)] | past_prompt
+        keep_start = np.maximum(step.num_prompt_tokens - self._truncation.keep_tokens, 0)
+        self._keep_start = np.where(self._real & ~step.keep_all, keep_start, 0).astype(np.int64)
+        self._prepared = None
+        if self._keep_start.any():
+            sizes = self._buffers, self._max_reqs, self._max_rows
+            self._prepared = PreparedStep(step, self._keep_start, self._block_size, self._truncation, *sizes)
 
     @contextmanager
     def viewing(self, prepared: PreparedStep | None) -> Iterator[None]:
@@ -166,18 +179,18 @@ class SubBatchBuilder:
         if compact and prepared.wholly_below.all() and not has_kv_transfer_group():
             return ConsumerStep(rows[:0], prepared.positions[:0], empty=None, compact=True, forward_context=None)
         num_reqs, num_rows = len(step.start), len(plan.rows)
-        cu_seqlens = plan.cu_seqlens.astype(np.int32)
+        cu_seqlens, seq_lens_cpu = plan.cu_seqlens.astype(np.int32), step.seq_lens_cpu[:num_reqs]
         common = {
             "query_start_loc": self._buffers.put("cu_seqlens", cu_seqlens, self._max_reqs + 1),
             "query_start_loc_cpu": torch.from_numpy(cu_seqlens),
             "seq_lens": step.seq_lens[:num_reqs],
-            "seq_lens_cpu_upper_bound": step.seq_lens_cpu[:num_reqs],
+            "seq_lens_cpu_upper_bound": seq_lens_cpu,
             "num_reqs": num_reqs,
             "num_actual_tokens": num_rows,
             "max_query_len": int((cu_seqlens[1:] - cu_seqlens[:-1]).max()),
-            "max_seq_len": step.max_seq_len,
+            "max_seq_len": int(seq_lens_cpu.max()),
             "positions": prepared.positions,
-            "is_prefilling": step.is_prefilling[:num_reqs],
+            "is_prefilling": torch.from_numpy(step.is_prefilling[:num_reqs]),
         }
         metadata: dict[str, Any] = {}
         slots: dict[str, torch.Tensor] = {}

@@ -77,14 +77,19 @@ class NoBlocksForDroppedRows:
         size, null = manager.block_size, manager.block_pool.null_block
 
         def get_num_blocks_to_allocate(request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
+            counted = count(request_id, num_tokens, *args, **kwargs)
+            if not counted:  # most decode steps
+                return 0
             held = len(manager.req_to_blocks.get(request_id, ()))
             lowest = max(held, first_kept(request_id) // size)
-            return min(count(request_id, num_tokens, *args, **kwargs), max(0, -(-num_tokens // size) - lowest))
+            return min(counted, max(0, -(-num_tokens // size) - lowest))
 
         def skip(request_id: str, num_tokens: int) -> list[Any]:
             """Null blocks up to f, as far as ``num_tokens`` reach."""
-            blocks = manager.req_to_blocks[request_id]
-            nulls = [null] * (min(first_kept(request_id) // size, -(-num_tokens // size)) - len(blocks))
+            blocks, wanted = manager.req_to_blocks[request_id], -(-num_tokens // size)
+            if len(blocks) >= wanted:
+                return []
+            nulls = [null] * (min(first_kept(request_id) // size, wanted) - len(blocks))
             blocks.extend(nulls)
             return nulls
 

@@ -36,7 +36,6 @@ class StepInputs:
         slot_mappings: per KV cache group, [T or more] device int64; in a step that drops no row, those of consumer SWA
             are rewritten in place.
         is_prefilling: [R or more] host bool.
-        max_seq_len: upper bound of ``seq_lens``, in tokens.
         in_graph: the forward is a CUDA graph replay, which cannot drop rows.
     """
 
@@ -49,14 +48,14 @@ class StepInputs:
     positions: torch.Tensor
     block_tables: Sequence[torch.Tensor]
     slot_mappings: Sequence[torch.Tensor]
-    is_prefilling: torch.Tensor
-    max_seq_len: int
+    is_prefilling: np.ndarray
     in_graph: bool = False
 
 
 class PreparedStep:
     """What one step with at least one truncated request needs: its view and, if rows drop, its kept rows.
 
+    Decode steps of one batch differ in positions and blocks only, so ``step`` may be replaced by the next one.
     Everything is derived on the host from arrays of R requests and of the kept rows; nothing grows with the prompt
     and nothing is read back from the device.
 
@@ -73,7 +72,6 @@ class PreparedStep:
     def __init__(
         self,
         step: StepInputs,
-        query_lens: np.ndarray,
         keep_start: np.ndarray,
         block_size: int,
         truncation: Truncation,
@@ -82,11 +80,13 @@ class PreparedStep:
         max_rows: int,
     ) -> None:
         self.step = step
-        self._query_lens = query_lens
         self.keep_start = keep_start
+        self._rebase = keep_start % block_size
         self._block_size = block_size
         self._buffers, self._max_reqs, self._max_rows = buffers, max_reqs, max_rows
-        self.wholly_below = step.start + query_lens <= keep_start
+        query_lens = step.query_start_loc[1:] - step.query_start_loc[:-1]
+        self._end = step.start + query_lens
+        self.wholly_below = self._end <= keep_start
         self.plan: KeptRows | None = None
         window = truncation.topology.consumer_window
         if not step.in_graph and (step.start < keep_start).any():
@@ -98,13 +98,12 @@ class PreparedStep:
         self.view = self._make_view(window) if window else None
 
     def _make_view(self, window: int) -> WindowView:
-        step, keep_start = self.step, self.keep_start
-        rebase = keep_start % self._block_size
+        step, keep_start, rebase = self.step, self.keep_start, self._rebase
         reaches_below = (step.start - window + 1 < keep_start) & (keep_start > 0)
         if not reaches_below.any():
             # The common step of decodes past their window: lengths shift, block tables stand.
             return WindowView(*self._shift(rebase))
-        end, empty = step.start + self._query_lens, self.wholly_below
+        end, empty = self._end, self.wholly_below
         clipped = reaches_below & ~empty
         cut = np.where(clipped, keep_start - rebase, 0)
         shift = np.where(clipped, keep_start, np.where(empty, 0, rebase))
@@ -145,36 +144,32 @@ class PreparedStep:
         token of the step: the kept rows' cells go to ``kept_slots``. Rows below s_keep get none, and a row that vLLM
         gave none (padding, profiling batches) keeps none.
         """
-        slot_mapping, block_table = self.step.slot_mappings[group_id], self.step.block_tables[group_id]
+        step = self.step
+        slots: Any = step.slot_mappings[group_id]
+        table: Any = step.block_tables[group_id]
         if self.plan is None:
-            num_rows = int(self.step.query_start_loc[-1])
-            slots = slot_mapping[:num_rows]
-            slots.copy_(self._cells(slots, self.step.positions[:num_rows], block_table, self._query_lens))
+            num_rows, cu_rows = int(step.query_start_loc[-1]), step.query_start_loc
+            positions: Any = step.positions
         else:
-            slots, num_kept = slot_mapping.index_select(0, self.rows), np.diff(self.plan.cu_seqlens)
-            self.kept_slots[group_id] = self._cells(slots, self.positions, block_table, num_kept)
-
-    def _cells(
-        self, slots: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, num_rows: np.ndarray
-    ) -> torch.Tensor:
-        """[T] rebased slots of T rows, of which ``num_rows`` [R] belong to each request."""
-        table_row = np.arange(len(num_rows)) * table.shape[1]  # of the flattened table
-        of_request = self.keep_start, self.keep_start % self._block_size, table_row
-        of_row = [np.repeat(values, num_rows) for values in of_request]
+            num_rows, cu_rows = len(self.plan.rows), self.plan.cu_seqlens
+            positions = self.positions
+            slots = self.kept_slots[group_id] = slots.index_select(0, self.rows)
+        table_row = np.arange(len(cu_rows) - 1) * table.shape[1]  # of the flattened table
+        of_row: Any = self.keep_start, self._rebase, table_row
+        if num_rows != len(table_row):
+            of_row = [np.repeat(values, np.diff(cu_rows)) for values in of_row]
         if self._buffers.on_host:
             # The arithmetic reads the same for both; on the host, NumPy's calls cost a third of torch's.
-            inputs = slots.numpy(), positions.numpy(), table.numpy()
-            return torch.from_numpy(_rebased(*inputs, of_row, self._block_size))
-        names = "row_keep_start", "row_rebase", "row_column"
-        on_device = [
-            self._buffers.put(name, values, self._max_rows) for name, values in zip(names, of_row, strict=True)
-        ]
-        rebased: torch.Tensor = _rebased(slots, positions, table, on_device, self._block_size)
-        return rebased
+            slots, positions, table = slots.numpy(), positions.numpy(), table.numpy()
+        else:
+            names = "row_keep_start", "row_rebase", "row_column"
+            of_row = [self._buffers.put(*named, self._max_rows) for named in zip(names, of_row, strict=True)]
+        slots = slots[:num_rows]
+        slots[:] = _rebased(slots, positions[:num_rows], table, of_row, self._block_size)
 
 
 def _rebased(slots: Any, positions: Any, table: Any, of_row: Any, block_size: int) -> Any:
-    """The slots of ``PreparedStep._cells``, of arrays or of tensors."""
+    """[T] slots of T rows from what vLLM computed, arrays or tensors alike."""
     keep_start, rebase, column = of_row
     no_cell = (positions < keep_start) | (slots < 0)
     offset = positions - rebase

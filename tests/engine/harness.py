@@ -21,9 +21,10 @@ from gpu_kit.settings import llm_options
 
 RUNNERS = ("v1", "v2")
 
-FORK = {"VLLM_WORKER_MULTIPROCESSING_METHOD": "fork"}
-"""For commands in a process of their own: their children then need not import vLLM again. Where no test is about the
-start of processes; vLLM's default on a CPU is spawn, which test_server and test_parallel use."""
+UNIPROC = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""For commands in a process of their own: the engine runs in it, or under a server in one child and not in two, each of
+which has to import vLLM (on a CPU it always spawns). Where no test is about processes; test_server, test_parallel and
+the example of test_transfer run as vLLM does by default."""
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.harness import FORK
+from tests.engine.harness import UNIPROC
 from vllm_yoco.tools.server import ServerError, running_server
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +58,7 @@ def wait_for(text: str, log: Path) -> None:
 
 
 def test_full_run(tmp_path: Path) -> None:
-    process = start(tmp_path, **FORK)
+    process = start(tmp_path, **UNIPROC)
     out, err = process.communicate(timeout=500)
     assert process.returncode == 0, out + err
     # ced-byte-plain: W = 128, four consumer layers
@@ -84,7 +84,7 @@ def test_full_run(tmp_path: Path) -> None:
 
 
 def test_server_that_cannot_start(tmp_path: Path) -> None:
-    process = start(tmp_path, *RANDOM, "--", "--max-model-len", "600", "--num-gpu-blocks-override", "2", **FORK)
+    process = start(tmp_path, *RANDOM, "--", "--max-model-len", "600", "--num-gpu-blocks-override", "2", **UNIPROC)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 1
     *tail, last = err.rstrip().splitlines()

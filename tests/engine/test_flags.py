@@ -21,7 +21,7 @@ from vllm.plugins import load_general_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from tests.engine.harness import FORK
+from tests.engine.harness import UNIPROC
 from vllm_yoco import compat, startup
 from vllm_yoco.models.checkpoint import random_state_dict, read_model_config, save_checkpoint
 from vllm_yoco.models.config import YocoModelConfig
@@ -155,7 +155,7 @@ def test_vllm_bench_latency_runs(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "latency", "--model", str(tmp_path)]
     done = subprocess.run(
         [*command, *sizes, *rounds, *engine, "--plugin", "vllm_yoco", "--yoco-truncation", "compact"],
-        env=os.environ | FORK | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        env=os.environ | UNIPROC | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
         capture_output=True,
         text=True,
         timeout=500,

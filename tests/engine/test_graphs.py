@@ -62,14 +62,13 @@ def _prepare(start: list[int], length: list[int], prompt: list[int], *, padding:
         positions=torch.from_numpy(positions),
         block_tables=[table],
         slot_mappings=[torch.zeros(len(positions) + padding, dtype=torch.int64)],
-        is_prefilling=torch.from_numpy(starts < prompts),
-        max_seq_len=int(ends.max()),
+        is_prefilling=starts < prompts,
         in_graph=in_graph,
     )
     truncation = SimpleNamespace(topology=SimpleNamespace(consumer_window=WINDOW))
     keep_start = np.maximum(prompts - KEEP, 0)
     buffers = StepBuffers(torch.device("cpu"))
-    return PreparedStep(step, lengths, keep_start, BLOCK, truncation, buffers, 8, 64), step
+    return PreparedStep(step, keep_start, BLOCK, truncation, buffers, 8, 64), step
 
 
 def test_decode_needs_no_sub_batch_and_leaves_tables_alone():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import psutil
 import pytest
 
 from tests.engine.conftest import random_prompt
-from tests.engine.harness import ENVIRONMENT, FORK, EngineConfig, Engines, Request, generate
+from tests.engine.harness import ENVIRONMENT, EngineConfig, Engines, Request, generate
 from tests.engine.test_equivalence import ODD_KEEP
 from tests.engine.test_server import ENV, complete, serve_arguments
 from vllm_yoco.tools.server import running_server
@@ -23,27 +24,40 @@ pytestmark = pytest.mark.slow
 BATCH = [Request(random_prompt(length, seed=length), 4) for length in (1, 70, 97, 300, 500)]
 
 
-def serve_twice(config: EngineConfig, path: str) -> None:
-    """Child of ``start_method``: serve the batch cold and with hits; pickle what the engine and its processes say."""
+def serve_twice(config: EngineConfig, start_method: str, path: str) -> None:
+    """Child of ``test_processes``: serve the batch cold and with hits; pickle what the engine and its processes say."""
     import pickle
 
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_choose(cls: Any, vllm_config: Any) -> None:
+        check(cls, vllm_config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start_method  # which the platform has just set to spawn
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_choose)
     engines = Engines("v1")
     results = [generate(engines, config, BATCH) for _ in range(2)]
     active = engines.get(config).collective_rpc(_plugin_is_active)
     Path(path).write_bytes(pickle.dumps((results, active)))
 
 
-def _plugin_is_active(worker: Any) -> tuple[int, bool, bool]:
-    """(process id, plugin loaded, runner patched) in a worker."""
+def _plugin_is_active(worker: Any) -> tuple[int, str, bool, bool]:
+    """(process id, kind of process, plugin loaded, runner patched) in a worker."""
     from vllm_yoco import compat
 
     build = type(worker.model_runner)._build_attention_metadata
-    return os.getpid(), compat.is_active(), getattr(build, "_yoco", False)
+    kind = type(multiprocessing.current_process()).__name__
+    return os.getpid(), kind, compat.is_active(), getattr(build, "_yoco", False)
 
 
 @pytest.mark.parametrize("start_method, tensor_parallel", [("spawn", 2), ("fork", 1)])
 def test_processes(reference, model_dir, tmp_path, start_method, tensor_parallel):
-    """TP=2 equals the reference (and so TP=1), with prefix hits; the plugin is in every worker process."""
+    """TP=2 equals the reference (and so TP=1), with prefix hits; the plugin is in every worker process.
+
+    A CPU engine spawns its processes; fork is what a GPU engine does by default.
+    """
     config = EngineConfig(
         model_dir("ced-tiny"),
         "compact",
@@ -56,13 +70,12 @@ def test_processes(reference, model_dir, tmp_path, start_method, tensor_parallel
     script.write_text(
         "from tests.engine.harness import EngineConfig\n"
         "from tests.engine.test_parallel import serve_twice\n"
-        f"if __name__ == '__main__':\n    serve_twice({config!r}, {str(tmp_path / 'out')!r})\n"
+        f"if __name__ == '__main__':\n    serve_twice({config!r}, {start_method!r}, {str(tmp_path / 'out')!r})\n"
     )
     env = {
         **os.environ,
         **ENVIRONMENT,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_WORKER_MULTIPROC_METHOD": start_method,
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
@@ -76,15 +89,15 @@ def test_processes(reference, model_dir, tmp_path, start_method, tensor_parallel
             reference.check(config.model, request, result, ODD_KEEP)
     assert results[1][-1].num_cached_tokens == (500 - ODD_KEEP) // 32 * 32
     assert len(active) == tensor_parallel
-    assert len({pid for pid, _, _ in active} | {os.getpid()}) == tensor_parallel + 1
-    assert all(loaded and patched for _, loaded, patched in active)
+    assert len({pid for pid, *_ in active} | {os.getpid()}) == tensor_parallel + 1
+    assert {kind for _, kind, *_ in active} == {f"{start_method.title()}Process"}
+    assert all(loaded and patched for *_, loaded, patched in active)
 
 
 def test_worker_killed_in_prefill(model_dir, tmp_path):
     """The request that was running fails with a clear error and the server ends; the next start serves correctly."""
     arguments = serve_arguments(model_dir("ced-tiny"), "--max-num-batched-tokens", "32")
-    env = ENV | FORK
-    with running_server(arguments, log=tmp_path / "first.log", env=env) as server:
+    with running_server(arguments, log=tmp_path / "first.log", env=ENV) as server:
         expected = complete(server, 900, seed=1)["choices"][0]["text"]
         started = time.monotonic()
         request = subprocess.Popen(
@@ -99,7 +112,7 @@ def test_worker_killed_in_prefill(model_dir, tmp_path):
         answer, _ = request.communicate(timeout=120)
         # A request that was cut off is answered, never left hanging: an HTTP error or a closed connection.
         assert "HTTP 500" in answer or "closed" in answer, answer
-    with running_server(arguments, log=tmp_path / "second.log", env=env) as server:
+    with running_server(arguments, log=tmp_path / "second.log", env=ENV) as server:
         assert complete(server, 900, seed=1)["choices"][0]["text"] == expected
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import random_prompt
-from tests.engine.harness import ENVIRONMENT
+from tests.engine.harness import ENVIRONMENT, UNIPROC
 from vllm_yoco.tools.server import Server, running_server
 
 KEEP = 70
@@ -150,7 +150,7 @@ def test_prompt_logprobs_are_null(server):
 
 def test_reject_is_http_400(model_dir, tmp_path):
     arguments = serve_arguments(model_dir("ced-tiny"), "--yoco-prompt-logprobs", "reject")
-    with running_server(arguments, log=Path(tmp_path) / "server.log", env=ENV) as server:
+    with running_server(arguments, log=Path(tmp_path) / "server.log", env=ENV | UNIPROC) as server:
         with pytest.raises(urllib.error.HTTPError) as refused:
             complete(server, 300, seed=8, prompt_logprobs=0)
         assert refused.value.code == 400

@@ -32,7 +32,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from examples import prefill_decode
 from tests.engine.conftest import MAX_LOGPROB_DIFFERENCE, Reference, random_prompt
 from tests.engine.harness import (
-    FORK,
     EngineConfig,
     Engines,
     Request,
@@ -527,7 +526,7 @@ def test_prefill_here_and_decode_there(start, runner_processes, reference, model
 @pytest.mark.slow
 def test_example(tmp_path):
     threads = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    environment = os.environ | threads | FORK | {"VLLM_LOGGING_LEVEL": "ERROR"}
+    environment = os.environ | threads | {"VLLM_LOGGING_LEVEL": "ERROR"}
     command = [sys.executable, str(ROOT / "examples" / "prefill_decode.py")]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=560)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -75,7 +75,6 @@ class YocoModelState(DefaultModelState):
             positions=batch.positions,
             block_tables=block_tables,
             slot_mappings=slot_mappings.unbind(0),
-            is_prefilling=torch.from_numpy(batch.is_prefilling_np),
-            max_seq_len=int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max()),
+            is_prefilling=batch.is_prefilling_np,
             in_graph=in_graph,
         )

@@ -322,8 +322,7 @@ def step_preparation(
         ),
         block_tables=tables,
         slot_mappings=[torch.zeros(total, dtype=torch.int64, device=device) for _ in groups],
-        is_prefilling=torch.full((num_reqs,), not decode),
-        max_seq_len=int(ends.max()),
+        is_prefilling=np.full(num_reqs, not decode),
     )
     found: dict[str, list[float]] = {"plugin": [], "builders": []}
     with torch.inference_mode():  # as the runner does

@@ -107,7 +107,7 @@ class ClippedBuilderMixin:
         return built
 
     def _clear_fresh_blocks(self, slot_mapping: torch.Tensor) -> None:
-        """Put zeros into the blocks that this step writes for the first time.
+        """Put zeros into the blocks that this step writes for the first time and not to their end.
 
         Cells are filled in order and a block starts at ``s_keep``, so a block is new exactly when its first cell
         is written. CPU_ATTN multiplies the unwritten cells of the last block by zero weights, which a NaN that an
@@ -115,14 +115,18 @@ class ClippedBuilderMixin:
         """
         block_size = self.kv_cache_spec.block_size  # type: ignore[attr-defined]
         slots = slot_mapping.numpy()
-        first_cells = slots[slots % block_size == 0]
-        if not len(first_cells):
+        (first,) = (slots % block_size == 0).nonzero()
+        if not len(first):
             return
-        fresh = torch.from_numpy(first_cells[first_cells >= 0] // block_size)
+        cells, last = slots[first], first + block_size - 1
+        whole = slots.take(last, mode="clip") == cells + block_size - 1
+        fresh = torch.from_numpy(cells[(cells >= 0) & ~whole] // block_size)
         layers = self.vllm_config.compilation_config.static_forward_context  # type: ignore[attr-defined]
         for name in self.layer_names:  # type: ignore[attr-defined]
-            # As bytes: not every KV dtype has a fill of its own.
-            layers[name].kv_cache.view(torch.uint8).index_fill_(0, fresh, 0)
+            cache = layers[name].kv_cache
+            # As integers: not every KV dtype has a fill of its own. As large ones: it is element by element.
+            wide = cache.shape[-1] * cache.itemsize % 8 == 0
+            cache.view(torch.int64 if wide else torch.uint8).index_fill_(0, fresh, 0)
 
     def _clipped(self, common: CommonAttentionMetadata, view: WindowView) -> CommonAttentionMetadata:
         upper_bound = common.seq_lens_cpu_upper_bound

@@ -96,6 +96,37 @@ def test_decode_steps_are_those_of_off(engine, model_dir):
     assert compact[0]["copies"] > 0 and compact[2]["copies"] == compact[-1]["copies"]
 
 
+def derivations(engines: Engines, config: EngineConfig, requests: list[Request]) -> tuple[int, int]:
+    """Job: serve; the steps prepared, and how many of them derived what they need anew."""
+    from vllm_yoco.batch import SubBatchBuilder
+
+    counts = {"prepare": 0, "_derive": 0}
+    originals = {name: getattr(SubBatchBuilder, name) for name in counts}
+
+    def counting(name: str) -> Any:
+        def counted(self: Any, *args: Any) -> Any:
+            counts[name] += 1
+            return originals[name](self, *args)
+
+        return counted
+
+    for name in counts:
+        setattr(SubBatchBuilder, name, counting(name))
+    try:
+        generate(engines, config, requests)
+    finally:
+        for name, original in originals.items():
+            setattr(SubBatchBuilder, name, original)
+    return counts["prepare"], counts["_derive"]
+
+
+def test_decode_steps_of_a_batch_derive_once(engine, model_dir):
+    """A step of prefills, then decodes of three requests, then of the two that are left."""
+    requests = [Request(random_prompt(n, seed=n), tokens) for n, tokens in ((300, 8), (193, 4), (411, 8))]
+    config = EngineConfig(model_dir("ced-tiny"), "compact", ODD_KEEP, 1024)
+    assert engine.call(derivations, config, requests) == (8, 3)
+
+
 @pytest.mark.parametrize("truncation", ["mask", "compact"])
 def test_no_forward_waits_for_the_device(engine, model_dir, truncation):
     requests = [Request(random_prompt(n, seed=n), 4) for n in (300, 20, 150)]

@@ -179,6 +179,7 @@ def test_points(cost):
         (["--repeats", "0"], "--repeats, --step-tokens and --prompt-tokens must be 1 or more"),
         (["--prompt-tokens", "99999999"], "--prompt-tokens 99999999: the model has room for"),
         (["--keep-tokens", "3"], "must be at least W + B"),
+        (["--one-process", "--measure", "memory"], "--one-process: --measure memory and alternative need a process"),
         (["--measure", "alternative"], "--measure alternative: consumer layers of this model have a sliding window"),
     ],
 )

@@ -10,6 +10,9 @@ exceed.
     off again  the same once more
     mask, compact    one engine for each K
 
+With ``--one-process`` the engines share a process, all but ``stock``. Two processes that do the same may differ by some
+percent for as long as they live, by where their memory lies; that is more than the cost of a decode step's preparation.
+
 Measurements (``--measure``)
 
     prefill    one request, one chunk, over L: TTFT, and the ceiling of it
@@ -90,7 +93,7 @@ class Point:
 
 @dataclass
 class Bench:
-    """Engines by name, each in a process of its own."""
+    """Engines by name, and the process that each lives in."""
 
     engines: dict[str, BenchEngine]
     hosts: dict[str, EngineHost]
@@ -101,7 +104,8 @@ class Bench:
 
     def start(self, longest: int) -> None:
         """Start all engines, two at a time, and serve unmeasured requests."""
-        with ThreadPoolExecutor(2) as pool:
+        shared = len(set(self.hosts.values())) < len(self.hosts)
+        with ThreadPoolExecutor(1 if shared else 2) as pool:
             facts = pool.map(lambda name: self.call(name, bench_engine.warm_up, longest), self.engines)
             self.facts = dict(zip(self.engines, facts, strict=True))
 
@@ -123,6 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--clock", choices=list(CLOCKS), default="wall", help="cpu: time computed, for shared machines"
     )
     parser.add_argument("--runner", choices=RUNNERS, default="auto", help="vLLM's model runner")
+    parser.add_argument("--one-process", action="store_true", help="engines share one, all but stock; not for memory")
     parser.add_argument("--dtype", help="auto or a dtype (default: float32 on a CPU, auto on a GPU)")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of random prompts and weights (default: 0)")
     parser.add_argument("--out", metavar="DIR", type=Path, help="write report.json, report.md and report.png there")
@@ -151,6 +156,8 @@ def run(args: argparse.Namespace) -> int:
     modes = list(dict.fromkeys(["off", *_names("--modes", args.modes, MODES)]))
     if args.repeats < 1 or args.output_tokens < 2 or args.step_tokens < 1 or min(args.prompt_tokens or [1]) < 1:
         raise ValueError("--repeats, --step-tokens and --prompt-tokens must be 1 or more, --output-tokens 2 or more.")
+    if args.one_process and not {"memory", "alternative"}.isdisjoint(measures):
+        raise ValueError("--one-process: --measure memory and alternative need a process for each engine.")
     if args.out is not None:
         make_report_folder(args.out)
     with open_model(args.model, args.seed) as (directory, config):
@@ -205,7 +212,7 @@ def _measure(
     wanted_groups = {
         tuple(measure for measure in group if measure in measures): engines for group, engines in groups.items()
     }
-    with _hosts(args.runner, plain) as hosts:
+    with _hosts(args.runner, plain, args.one_process) as hosts:
         for wanted, engines in wanted_groups.items():
             if not wanted:
                 continue
@@ -334,12 +341,17 @@ def _mixed(longest: int, count: int) -> tuple[int, ...]:
 
 
 @contextmanager
-def _hosts(runner: str, engines: dict[str, BenchEngine]) -> Iterator[dict[str, EngineHost]]:
-    """A process for each engine; none has started yet."""
+def _hosts(
+    runner: str, engines: dict[str, BenchEngine], one_process: bool = False
+) -> Iterator[dict[str, EngineHost]]:
+    """A process for each engine, or one for all that have the plugin; none has started yet."""
     with ExitStack() as stack:
-        hosts = {}
+        hosts: dict[str, EngineHost] = {}
         for name, spec in engines.items():
             bare = spec.truncation is None
+            if one_process and not bare and REFERENCE in hosts:
+                hosts[name] = hosts[REFERENCE]
+                continue
             hosts[name] = stack.enter_context(
                 EngineHost(
                     runner,

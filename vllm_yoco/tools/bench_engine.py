@@ -82,12 +82,13 @@ def serve(engines: Engines, spec: BenchEngine, workload: Workload) -> dict[str, 
 
 def begin(engines: Engines, spec: BenchEngine, workload: Workload) -> None:
     """Make ready to serve the requests by ``step``."""
-    engines.serving = _serving(engines, spec, workload)
+    engines.serving[spec] = _serving(engines, spec, workload)
 
 
 def step(engines: Engines, spec: BenchEngine) -> dict[str, Any] | None:
     """One step of what ``begin`` began; after the last one its outcome, as ``Serving.metrics`` has it."""
-    return None if engines.serving.step() else engines.serving.metrics()
+    serving = engines.serving[spec]
+    return None if serving.step() else serving.metrics()
 
 
 def _serving(engines: Engines, spec: BenchEngine, workload: Workload) -> Serving:

@@ -103,8 +103,8 @@ class Engines:
 
     runner: str
     llms: dict[EngineSpec, Any] = field(default_factory=dict)
-    serving: Any = None
-    """What one job leaves for the next."""
+    serving: dict[Any, Any] = field(default_factory=dict)
+    """What one job leaves for the next, by specification."""
 
     def get(self, spec: EngineSpec) -> Any:
         if spec not in self.llms:

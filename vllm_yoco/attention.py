@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import subclass_attention_backend
@@ -102,31 +103,25 @@ class ClippedBuilderMixin:
             stable = self._stable_seq_lens[: common_attn_metadata.num_reqs]
             common_attn_metadata = common_attn_metadata.replace(seq_lens=stable.copy_(common_attn_metadata.seq_lens))
         built = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)  # type: ignore[misc]
-        if self.device.type == "cpu" and not self.unread:  # type: ignore[attr-defined]
-            self._clear_fresh_blocks(common_attn_metadata.slot_mapping)
+        if self.device.type == "cpu":  # type: ignore[attr-defined]
+            built.fresh_blocks = None if self.unread else self._fresh_blocks(common_attn_metadata.slot_mapping)
         return built
 
-    def _clear_fresh_blocks(self, slot_mapping: torch.Tensor) -> None:
-        """Put zeros into the blocks that this step writes for the first time and not to their end.
+    def _fresh_blocks(self, slot_mapping: torch.Tensor) -> torch.Tensor | None:
+        """Blocks that this step writes for the first time and not to their end, [F] int64, or None.
 
         Cells are filled in order and a block starts at ``s_keep``, so a block is new exactly when its first cell
         is written. CPU_ATTN multiplies the unwritten cells of the last block by zero weights, which a NaN that an
-        earlier owner left there survives.
+        earlier owner left there survives; ``ConsumerSlidingAttention`` clears such blocks first.
         """
         block_size = self.kv_cache_spec.block_size  # type: ignore[attr-defined]
         slots = slot_mapping.numpy()
         (first,) = (slots % block_size == 0).nonzero()
         if not len(first):
-            return
+            return None
         cells, last = slots[first], first + block_size - 1
         whole = slots.take(last, mode="clip") == cells + block_size - 1
-        fresh = torch.from_numpy(cells[(cells >= 0) & ~whole] // block_size)
-        layers = self.vllm_config.compilation_config.static_forward_context  # type: ignore[attr-defined]
-        for name in self.layer_names:  # type: ignore[attr-defined]
-            cache = layers[name].kv_cache
-            # As integers: not every KV dtype has a fill of its own. As large ones: it is element by element.
-            wide = cache.shape[-1] * cache.itemsize % 8 == 0
-            cache.view(torch.int64 if wide else torch.uint8).index_fill_(0, fresh, 0)
+        return torch.from_numpy(cells[(cells >= 0) & ~whole] // block_size)
 
     def _clipped(self, common: CommonAttentionMetadata, view: WindowView) -> CommonAttentionMetadata:
         upper_bound = common.seq_lens_cpu_upper_bound
@@ -189,6 +184,16 @@ class ConsumerSlidingAttention(Attention):
             attn_backend=clipped_backend(base),
             **kwargs,
         )
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any) -> torch.Tensor:
+        metadata = get_forward_context().attn_metadata
+        if isinstance(metadata, dict):
+            fresh = getattr(metadata[self.layer_name], "fresh_blocks", None)
+            if fresh is not None:
+                # As integers: not every KV dtype has a fill of its own. As large ones: it is element by element.
+                wide = self.kv_cache.shape[-1] * self.kv_cache.itemsize % 8 == 0
+                self.kv_cache.view(torch.int64 if wide else torch.uint8).index_fill_(0, fresh, 0)
+        return super().forward(query, key, value, *args)
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
         spec = super().get_kv_cache_spec(vllm_config)

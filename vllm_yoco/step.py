@@ -157,7 +157,8 @@ class PreparedStep:
         table_row = np.arange(len(cu_rows) - 1) * table.shape[1]  # of the flattened table
         of_row: Any = self.keep_start, self._rebase, table_row
         if num_rows != len(table_row):
-            of_row = [np.repeat(values, np.diff(cu_rows)) for values in of_row]
+            rows_of = np.diff(cu_rows)
+            of_row = [np.repeat(values, rows_of) for values in of_row]
         if self._buffers.on_host:
             # The arithmetic reads the same for both; on the host, NumPy's calls cost a third of torch's.
             slots, positions, table = slots.numpy(), positions.numpy(), table.numpy()

@@ -7,6 +7,7 @@ assigned to another group are cleared of what an earlier owner left.
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 from tests.engine.harness import EngineConfig, Engines
@@ -46,12 +47,12 @@ def num_poisoned_blocks(engines: Engines, config: EngineConfig) -> int:
 
 
 def stop_clearing_blocks(engines: Engines, config: EngineConfig) -> None:
-    """Take away what protects this engine from the poison. It must have served something, to have all its builders."""
-    runner = model_worker(engines, config).model_runner
-    sub_batch = getattr(runner, "_yoco_sub_batch", None) or runner.model_state._builder
-    for group in [*sub_batch._own_groups, *sub_batch._swa_groups]:
-        for builder in group.metadata_builders:
-            builder._clear_fresh_blocks = lambda slot_mapping: None
+    """Take away what protects this engine from the poison: back to vLLM's own forward."""
+    from vllm.model_executor.layers.attention import Attention
+
+    for layer in model_worker(engines, config).model_runner.get_model().model.consumers:
+        attention = layer.self_attn.swa_attn
+        attention.forward = types.MethodType(Attention.forward, attention)
 
 
 def model_worker(engines: Engines, config: EngineConfig) -> Any:

@@ -164,7 +164,6 @@ def test_nan_in_unwritten_cells(engine, reference, model_dir, truncation, chunk_
 def test_poison_is_seen_without_clearing(engine, model_dir):
     """Negative control: the poison does reach the logits when fresh blocks are not cleared."""
     config = EngineConfig(model_dir("ced-tiny"), "compact", ODD_KEEP, chunk_tokens=1024, max_num_seqs=6)
-    engine.generate(config, requests((10,)))
     engine.call(poison_new_swa_blocks, config)
     engine.call(stop_clearing_blocks, config)
     assert np.isnan(engine.generate(config, requests((100,)))[0].logprobs).any()

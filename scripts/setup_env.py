@@ -113,7 +113,7 @@ class Installer:
         strays = ("PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT")
         self.env = {name: value for name, value in os.environ.items() if name not in strays}
         self.env.update(PIP_USER="0", PYTHONNOUSERSITE="1", PIP_NO_INPUT="1")
-        self.env.update(PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_COMPILE="1")  # see compile_modules
+        self.env.update(PIP_DISABLE_PIP_VERSION_CHECK="1")
 
     def run(self, title: str, command: list[str], explain: Callable[[str], str] | None = None) -> None:
         """explain: turns a failed command's output into advice to print in its place, or ''."""
@@ -162,7 +162,8 @@ class Installer:
         fail(advice or f"failed: {title} (whole log: {self.log})")
 
     def pip(self, title: str, *arguments: str, explain: Callable[[str], str] | None = None) -> None:
-        self.run(title, [self.python, "-m", "pip", "install", "--progress-bar", "off", *arguments], explain)
+        options = ("--progress-bar", "off", "--no-compile")  # see compile_modules
+        self.run(title, [self.python, "-m", "pip", "install", *options, *arguments], explain)
 
     def ask(self, code: str) -> subprocess.CompletedProcess:
         command = [self.python, "-c", code]

@@ -287,7 +287,13 @@ def admission(
 
 
 def step_preparation(
-    engines: Engines, spec: BenchEngine, num_reqs: int, prompt_tokens: int, decode: bool, clock: str, repeats: int = 1000
+    engines: Engines,
+    spec: BenchEngine,
+    num_reqs: int,
+    prompt_tokens: int,
+    decode: bool,
+    clock: str,
+    repeats: int = 1000,
 ) -> dict[str, float]:
     """Seconds that preparing one step of ``num_reqs`` requests takes, median and best; no forward runs.
 

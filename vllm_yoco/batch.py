@@ -160,7 +160,7 @@ class SubBatchBuilder:
         unread = prepared is not None and prepared.plan is not None
         view = None if prepared is None or unread else prepared.view
         builders = [builder for group in self._swa_groups for builder in group.metadata_builders]
-        for builder in builders if view is not None or unread else []:
+        for builder in builders:
             assert isinstance(builder, ClippedBuilderMixin)
             builder.view, builder.unread = view, unread
         try:

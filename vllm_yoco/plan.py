@@ -195,8 +195,7 @@ def plan_rows(
     first_key = np.maximum(s_keep, _column([c.valid_start for c in chunks]))
 
     clip = clipped_rows(start, length, s_keep) if mode == "compact" else np.zeros_like(start)
-    kept = _tails(length, clip)
-    num_rows = np.diff(kept.cu_seqlens)
+    kept, num_rows = _tails(length, clip), length - clip
     owner = np.repeat(np.arange(len(chunks)), num_rows)
     positions = kept.rows + np.repeat(start - (np.cumsum(length) - length), num_rows)
     # Mask also writes below s_keep: no prefill row sees those entries, and decode does not look so far back.

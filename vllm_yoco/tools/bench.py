@@ -378,7 +378,7 @@ def _round(bench: Bench, point: Point, repeat: int, runs: dict[str, list[dict[st
     workload = point.workload
     if point.measure == "hits":
         # What an earlier round or point left in the cache must not be hit.
-        workload = replace(workload, seed=(point.workload.seed, repeat, workload.hit_tokens))
+        workload = replace(workload, seed=(workload.seed, repeat, workload.hit_tokens))
     serving, turn = list(runs), repeat
     for name in serving:
         bench.call(name, bench_engine.begin, workload)

@@ -104,24 +104,24 @@ class ClippedBuilderMixin:
             common_attn_metadata = common_attn_metadata.replace(seq_lens=stable.copy_(common_attn_metadata.seq_lens))
         built = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)  # type: ignore[misc]
         if self.device.type == "cpu":  # type: ignore[attr-defined]
-            built.fresh_blocks = None if self.unread else self._fresh_blocks(common_attn_metadata.slot_mapping)
+            built.fresh_blocks = None if self.unread else self._fresh_blocks(common_attn_metadata)
         return built
 
-    def _fresh_blocks(self, slot_mapping: torch.Tensor) -> torch.Tensor | None:
+    def _fresh_blocks(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
         """Blocks that this step writes for the first time and not to their end, [F] int64, or None.
 
-        Cells are filled in order and a block starts at ``s_keep``, so a block is new exactly when its first cell
-        is written. CPU_ATTN multiplies the unwritten cells of the last block by zero weights, which a NaN that an
-        earlier owner left there survives; ``ConsumerSlidingAttention`` clears such blocks first.
+        Cells are filled in order and a block starts at ``s_keep``, so that is the block of a request's last row, if it
+        has cells left and none from before this step. CPU_ATTN multiplies the unwritten cells of the last block by
+        zero weights, which a NaN that an earlier owner left there survives; ``ConsumerSlidingAttention`` clears such
+        blocks first.
         """
         block_size = self.kv_cache_spec.block_size  # type: ignore[attr-defined]
-        slots = slot_mapping.numpy()
-        (first,) = (slots % block_size == 0).nonzero()
-        if not len(first):
-            return None
-        cells, last = slots[first], first + block_size - 1
-        whole = slots.take(last, mode="clip") == cells + block_size - 1
-        return torch.from_numpy(cells[(cells >= 0) & ~whole] // block_size)
+        boundaries = common.query_start_loc_cpu.numpy()
+        last = common.slot_mapping.numpy()[boundaries[1:] - 1]
+        block = last // block_size
+        written = last - block * block_size + 1
+        fresh = (written <= boundaries[1:] - boundaries[:-1]) & (written < block_size) & (last >= 0)
+        return torch.from_numpy(block[fresh]) if fresh.any() else None
 
     def _clipped(self, common: CommonAttentionMetadata, view: WindowView) -> CommonAttentionMetadata:
         upper_bound = common.seq_lens_cpu_upper_bound

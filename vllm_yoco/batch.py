@@ -208,7 +208,7 @@ class SubBatchBuilder:
             )
             for name in group.layer_names:
                 metadata[name], slots[name] = built, slot_mapping
-        placeholders = prepared.placeholders()
+        placeholders = prepared.placeholders
         return ConsumerStep(
             rows=rows,
             positions=prepared.positions,

@@ -248,8 +248,9 @@ def clipped_rows(start: IntArray, length: IntArray, s_keep: IntArray) -> IntArra
 def _tails(length: IntArray, clip: IntArray) -> KeptRows:
     """The rows of chunks without their first ``clip`` rows."""
     kept = length - clip
-    cu_seqlens, begin = _cumulative(kept), np.cumsum(length) - length
-    return KeptRows(cu_seqlens, np.arange(cu_seqlens[-1]) + np.repeat(begin + clip - cu_seqlens[:-1], kept))
+    cu_seqlens = _cumulative(kept)
+    num_clipped = length.cumsum() - cu_seqlens[1:]
+    return KeptRows(cu_seqlens, np.arange(cu_seqlens[-1]) + num_clipped.repeat(kept))
 
 
 def ring_slots(plan: RowPlan, *, ring_size: int, state_ids: Sequence[int]) -> IntArray:
@@ -286,7 +287,7 @@ def _column(values: Sequence[int]) -> IntArray:
 
 
 def _cumulative(lengths: IntArray) -> IntArray:
-    return np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths)))
+    return np.concatenate((np.zeros(1, np.int64), lengths.cumsum()))
 
 
 def _check(holds: bool, invariant: str) -> None:

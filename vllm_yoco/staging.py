@@ -36,7 +36,9 @@ class StepBuffers:
             ValueError: for more values than the capacity.
         """
         size = len(values)
-        buffer = self._buffer(name, size, torch.from_numpy(values).dtype, capacity)
+        buffer = self._buffers.get(name)
+        if buffer is None or size > capacity:
+            buffer = self._buffer(name, size, torch.from_numpy(values).dtype, capacity)
         # Bytes compare and copy faster than arrays do.
         content = values.tobytes()
         if self._last.get(name) != content:
@@ -62,7 +64,8 @@ class StepBuffers:
         Raises:
             ValueError: for more rows than the capacity.
         """
-        out = self._buffer(name, len(rows), source.dtype, capacity)[: len(rows)]
+        size = rows.shape[0]
+        out = self._buffer(name, size, source.dtype, capacity)[:size]
         return torch.index_select(source, 0, rows, out=out)
 
     def _buffer(self, name: str, size: int, dtype: torch.dtype, capacity: int) -> torch.Tensor:

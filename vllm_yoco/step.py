@@ -59,7 +59,7 @@ class PreparedStep:
     Everything is derived on the host from arrays of R requests and of the kept rows; nothing grows with the prompt
     and nothing is read back from the device.
 
-    Attributes (the last three only with a plan):
+    Attributes (those of [T'] only with a plan):
         keep_start: [R] s_keep.
         wholly_below: [R] bool, requests whose chunk ends at or below s_keep: all that remains is a placeholder.
         view: how consumer SWA kernels see the batch; None without consumer SWA.
@@ -67,6 +67,7 @@ class PreparedStep:
         rows: [T'] device int64, index of each kept row in the full batch.
         positions: [T'] device int64, absolute position of each.
         kept_slots: per consumer SWA group, [T'] device int64.
+        placeholders: [T'] device bool, the kept rows that see no key; None where each sees one.
     """
 
     def __init__(
@@ -88,13 +89,21 @@ class PreparedStep:
         self._end = step.start + query_lens
         self.wholly_below = self._end <= keep_start
         self.plan: KeptRows | None = None
+        self.placeholders: torch.Tensor | None = None
+        self._below: torch.Tensor | None = None
+        self._shifts: dict[int, np.ndarray] = {}
         window = truncation.topology.consumer_window
-        if not step.in_graph and (step.start < keep_start).any():
-            self.plan = kept_rows(step.start, query_lens, keep_start)
-            self.rows = buffers.put("rows", self.plan.rows, max_rows)
-            # Not the plan's: with asynchronous scheduling the host may be ahead of the accepted draft tokens.
-            self.positions = buffers.gather("positions", step.positions, self.rows, max_rows)
-            self.kept_slots: dict[int, torch.Tensor] = {}
+        if (step.start < keep_start).any():
+            if step.in_graph:
+                in_chunk = np.arange(step.query_start_loc[-1]) - np.repeat(step.query_start_loc[:-1], query_lens)
+                self._below = buffers.put("below", in_chunk < np.repeat(keep_start - step.start, query_lens), max_rows)
+            else:
+                self.plan = kept_rows(step.start, query_lens, keep_start)
+                self.rows = buffers.put("rows", self.plan.rows, max_rows)
+                # Not the plan's: with asynchronous scheduling the host may be ahead of the accepted draft tokens.
+                self.positions = buffers.gather("positions", step.positions, self.rows, max_rows)
+                self.placeholders = self._below = self._find_placeholders()
+                self.kept_slots: dict[int, torch.Tensor] = {}
         self.view = self._make_view(window) if window else None
 
     def _make_view(self, window: int) -> WindowView:
@@ -105,8 +114,8 @@ class PreparedStep:
             return WindowView(*self._shift(rebase))
         end, empty = self._end, self.wholly_below
         clipped = reaches_below & ~empty
-        cut = np.where(clipped, keep_start - rebase, 0)
-        shift = np.where(clipped, keep_start, np.where(empty, 0, rebase))
+        cut = (keep_start - rebase) * clipped
+        shift = cut + rebase * ~empty
         return WindowView(
             *self._shift(shift),
             cut_tokens=self._put("cut", self._padded(cut)),
@@ -122,14 +131,14 @@ class PreparedStep:
 
     def _padded(self, values: np.ndarray) -> np.ndarray:
         """Zeros for the requests that only pad the batch to its CUDA graph."""
-        missing = len(self.step.seq_lens) - len(values)
+        missing = self.step.seq_lens.shape[0] - len(values)
         return np.pad(values, (0, missing)) if missing else values
 
     def _put(self, name: str, values: np.ndarray) -> torch.Tensor:
         return self._buffers.put(name, values, self._max_reqs)
 
-    def placeholders(self) -> torch.Tensor | None:
-        """[T'] device bool, the kept rows that see no key; None where each sees one. Only with a plan."""
+    def _find_placeholders(self) -> torch.Tensor | None:
+        """See the class; a kept row lies below s_keep only where its whole chunk does."""
         assert self.plan is not None
         if not self.wholly_below.any():
             return None
@@ -147,37 +156,50 @@ class PreparedStep:
         step = self.step
         slots: Any = step.slot_mappings[group_id]
         table: Any = step.block_tables[group_id]
+        below: Any = self._below
         if self.plan is None:
             num_rows, cu_rows = int(step.query_start_loc[-1]), step.query_start_loc
             positions: Any = step.positions
         else:
             num_rows, cu_rows = len(self.plan.rows), self.plan.cu_seqlens
-            positions = self.positions
-            slots = self.kept_slots[group_id] = slots.index_select(0, self.rows)
-        table_row = np.arange(len(cu_rows) - 1) * table.shape[1]  # of the flattened table
-        of_row: Any = self.keep_start, self._rebase, table_row
-        if num_rows != len(table_row):
-            rows_of = np.diff(cu_rows)
-            of_row = [np.repeat(values, rows_of) for values in of_row]
+            positions, slots = self.positions, slots.index_select(0, self.rows)
+        shift: Any = self._table_shift(table.shape[1])
+        if num_rows != len(shift):
+            shift = shift.repeat(cu_rows[1:] - cu_rows[:-1])
         if self._buffers.on_host:
             # The arithmetic reads the same for both; on the host, NumPy's calls cost a third of torch's.
             slots, positions, table = slots.numpy(), positions.numpy(), table.numpy()
+            below = None if below is None else below.numpy()
         else:
-            names = "row_keep_start", "row_rebase", "row_column"
-            of_row = [self._buffers.put(*named, self._max_rows) for named in zip(names, of_row, strict=True)]
+            shift = self._buffers.put("row_shift", shift, self._max_rows)
         slots = slots[:num_rows]
-        slots[:] = _rebased(slots, positions[:num_rows], table, of_row, self._block_size)
+        moved = _rebased(slots, positions[:num_rows] + shift, table, below, self._block_size)
+        if self.plan is None:
+            slots[:] = moved
+        else:
+            self.kept_slots[group_id] = torch.from_numpy(moved) if self._buffers.on_host else moved
+
+    def _table_shift(self, num_columns: int) -> np.ndarray:
+        """[R] what turns a position into its cell, counted through the block tables of all requests end to end."""
+        found = self._shifts.get(num_columns)
+        if found is None:
+            first = np.arange(len(self._rebase)) * (num_columns * self._block_size)
+            found = self._shifts[num_columns] = first - self._rebase
+        return found
 
 
-def _rebased(slots: Any, positions: Any, table: Any, of_row: Any, block_size: int) -> Any:
-    """[T] slots of T rows from what vLLM computed, arrays or tensors alike."""
-    keep_start, rebase, column = of_row
-    no_cell = (positions < keep_start) | (slots < 0)
-    offset = positions - rebase
-    block = offset // block_size
-    offset -= block * block_size
-    # Rows below s_keep may have block -1 and read some other entry; what they get is overruled in the end.
-    block += column
-    offset += table.reshape(-1).take(block) * block_size
-    offset[no_cell] = PAD_SLOT_ID
-    return offset
+def _rebased(slots: Any, cells: Any, table: Any, below: Any, block_size: int) -> Any:
+    """[T] the slots of T cells (``PreparedStep._table_shift``); arrays or tensors alike.
+
+    Args:
+        slots: [T] what vLLM computed; a negative one stays without a cell.
+        below: [T] bool, rows below s_keep; None for none. Their cell may be that of another request, or negative.
+    """
+    block = cells // block_size
+    moved = (table.reshape(-1).take(block) - block) * block_size
+    moved += cells
+    no_cell = slots < 0
+    if below is not None:
+        no_cell |= below
+    moved[no_cell] = PAD_SLOT_ID
+    return moved

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from types import SimpleNamespace
 
 import pytest
 
 from vllm_yoco.tools import bench_serve
+from vllm_yoco.tools.bench import MIXED_SHARES
 from vllm_yoco.tools.bench_serve import Serving, Workload
 from vllm_yoco.tools.cli import main
 
@@ -22,8 +24,8 @@ def test_command(tmp_path, monkeypatch, capsys):
         [
             "bench",
             "ced-tiny",
-            *("--measure", "prefill,decode,traffic,memory", "--modes", "stock,off,compact"),
-            *("--prompt-tokens", "64,640", "--concurrency", "3", "--batches", "1", "--output-tokens", "4"),
+            *("--measure", "prefill,decode,traffic,memory,steps", "--modes", "stock,off,compact"),
+            *("--prompt-tokens", "64,640", "--concurrency", "32", "--batches", "1", "--output-tokens", "4"),
             *("--step-tokens", "160", "--repeats", "1", "--runner", "v1", "--json", str(tmp_path / "bench.json")),
         ]
     )
@@ -43,13 +45,20 @@ def test_command(tmp_path, monkeypatch, capsys):
         assert point["ceilings"][COMPACT]["rows"] > 1
     for series in traffic["series"].values():
         (run,) = series["runs"]
-        assert (run["total_input"], run["total_output"]) == (80 + 320 + 160, 12)
+        assert (run["total_input"], run["total_output"]) == (640 * sum(MIXED_SHARES) * 4, 32 * 4)
         assert run["p99_itl_ms"] >= run["median_itl_ms"] > 0
 
     for series in decode["series"].values():
         (run,) = series["runs"]
         assert len(run["decode_step_ms"]) == 3 and min(run["decode_step_ms"]) > 0
         assert run["median_itl_ms"] == pytest.approx(series["median"], rel=0.01)
+
+    # The largest has 32 K rows, more than the 640 of the engine's own steps.
+    steps = document["steps"]
+    assert {(s["requests"], s["prompt_tokens"], s["kind"]) for s in steps} == set(
+        itertools.product((1, 32), (64, 640), ("prefill", "decode"))
+    )
+    assert all(s["plugin"] >= s["plugin_best"] > 0 for s in steps)
 
     engines = document["memory"]["engines"]
     off, compact = (engines[name]["admission"] for name in ("off", COMPACT))

@@ -118,7 +118,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-tokens", metavar="L,...", type=numbers, help="lengths (default: 512 to 8192)")
     parser.add_argument("--chunk-tokens", metavar="C,...", type=numbers, help="chunks: sizes (default: L/1 to L/16)")
     parser.add_argument("--batches", metavar="N,...", type=numbers, default=DECODE_BATCHES, help="decode: sizes")
-    parser.add_argument("--concurrency", metavar="N,...", type=numbers, default=CONCURRENCY, help="traffic: requests")
+    parser.add_argument(
+        "--concurrency", metavar="N,...", type=numbers, default=CONCURRENCY, help="traffic, steps: requests"
+    )
     parser.add_argument("--step-tokens", metavar="C", type=int, default=2048, help="traffic: rows a step may take")
     parser.add_argument("--hit-tokens", metavar="H,...", type=numbers, help="hits: lengths (default: 0 to 3/4 L)")
     parser.add_argument("--output-tokens", metavar="N", type=int, default=64, help="decode, traffic (default: 64)")

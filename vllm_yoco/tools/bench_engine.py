@@ -303,6 +303,7 @@ def step_preparation(
     """
     import torch
 
+    from vllm_yoco.staging import StepBuffers
     from vllm_yoco.step import StepInputs
 
     runner = get(engines, spec).collective_rpc(_runner)[0]
@@ -331,6 +332,9 @@ def step_preparation(
         slot_mappings=[torch.zeros(total, dtype=torch.int64, device=device) for _ in groups],
         is_prefilling=np.full(num_reqs, not decode),
     )
+    own = builder._buffers, builder._max_reqs, builder._max_rows
+    # The step may have more rows than the scheduler of this engine ever puts into one.
+    builder._buffers, builder._max_reqs, builder._max_rows = StepBuffers(device), num_reqs, total
     found: dict[str, list[float]] = {"plugin": [], "builders": []}
     with torch.inference_mode():  # as the runner does
         for _ in range(repeats):
@@ -342,10 +346,12 @@ def step_preparation(
                 with builder.viewing(prepared):
                     pass
                 builder.build(prepared)
-                total = CLOCKS[clock]() - begin
+                seconds = CLOCKS[clock]() - begin
             found["builders"].append(timer.seconds.get("builders", 0.0))
-            found["plugin"].append(total - found["builders"][-1])
-    return {name: float(np.median(seconds)) for name, seconds in found.items()} | {"plugin_best": min(found["plugin"])}
+            found["plugin"].append(seconds - found["builders"][-1])
+    builder._buffers, builder._max_reqs, builder._max_rows = own
+    builder._decoding = None
+    return {name: float(np.median(times)) for name, times in found.items()} | {"plugin_best": min(found["plugin"])}
 
 
 # -- start -----------------------------------------------------------------------------------------------

@@ -64,17 +64,17 @@ def _step_inputs(runner: Any, truncation: Any, call: dict[str, Any]) -> Any:
     if truncation.prompt_logprobs == "full":
         requests = (runner.requests[req_id] for req_id in batch.req_ids[:num_reqs])
         keep_all[:] = [keeps_every_row(request.sampling_params, "full") for request in requests]
-    group_ids = range(len(runner.kv_cache_config.kv_cache_groups))
     return StepInputs(
         num_prompt_tokens=num_prompt_tokens,
         start=start,
         query_start_loc=runner.query_start_loc.np[: num_reqs + 1],
         keep_all=keep_all,
-        seq_lens=runner.seq_lens[:num_shown],
-        seq_lens_cpu=runner.optimistic_seq_lens_cpu[:num_shown],
+        num_shown=num_shown,
+        seq_lens=runner.seq_lens,
+        seq_lens_cpu=runner.optimistic_seq_lens_cpu,
         positions=runner.positions,
-        block_tables=[batch.block_table[group].get_device_tensor(num_shown) for group in group_ids],
-        slot_mappings=[call["slot_mappings"][group] for group in group_ids],
+        block_table=lambda group: batch.block_table[group].get_device_tensor(num_shown),
+        slot_mappings=call["slot_mappings"],
         is_prefilling=start < num_prompt_tokens,
         in_graph=in_graph,
     )

@@ -116,12 +116,15 @@ class ClippedBuilderMixin:
         blocks first.
         """
         block_size = self.kv_cache_spec.block_size  # type: ignore[attr-defined]
-        boundaries = common.query_start_loc_cpu.numpy()
-        last = common.slot_mapping.numpy()[boundaries[1:] - 1]
-        block = last // block_size
-        written = last - block * block_size + 1
-        fresh = (written <= boundaries[1:] - boundaries[:-1]) & (written < block_size) & (last >= 0)
-        return torch.from_numpy(block[fresh]) if fresh.any() else None
+        last, num_rows = common.slot_mapping.numpy(), 1
+        if common.max_query_len > 1:
+            boundaries = common.query_start_loc_cpu.numpy()
+            last, num_rows = last[boundaries[1:] - 1], boundaries[1:] - boundaries[:-1]
+        offset = last % block_size  # of a row without a cell, -1, that of a full block
+        fresh = offset < num_rows
+        if not fresh.any():
+            return None
+        return torch.from_numpy(last[fresh & (offset < block_size - 1)] // block_size)
 
     def _clipped(self, common: CommonAttentionMetadata, view: WindowView) -> CommonAttentionMetadata:
         upper_bound = common.seq_lens_cpu_upper_bound

@@ -128,7 +128,7 @@ class SubBatchBuilder:
         past_prompt = step.start >= step.num_prompt_tokens
         batch = None
         if past_prompt.all():
-            batch = step.num_prompt_tokens.tobytes(), step.keep_all.tobytes(), len(step.seq_lens), step.in_graph
+            batch = step.num_prompt_tokens.tobytes(), step.keep_all.tobytes(), step.num_shown, step.in_graph
         if batch is None or batch != self._decoding:
             self._derive(step, past_prompt)
             self._decoding = batch
@@ -202,7 +202,7 @@ class SubBatchBuilder:
             builder = group.get_metadata_builder()
             if isinstance(builder, ClippedBuilderMixin):
                 builder.view = prepared.view
-            block_table = step.block_tables[group_id][:num_reqs]
+            block_table = step.block_table(group_id)[:num_reqs]
             built = group.build_metadata(
                 CommonAttentionMetadata(block_table_tensor=block_table, slot_mapping=slot_mapping, **common)
             )

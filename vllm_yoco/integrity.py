@@ -161,7 +161,10 @@ def check_step(
         return
     request = np.repeat(np.arange(num_reqs), np.diff(step.query_start_loc))
     position = step.positions[:num_rows].cpu().numpy().astype(np.int64)
-    tables = [table[:num_reqs].cpu().numpy().astype(np.int64) for table in step.block_tables]
+    tables = {
+        group_id: step.block_table(group_id)[:num_reqs].cpu().numpy().astype(np.int64)
+        for group_id in {group.kv_cache_group_id for group in groups}
+    }
     for group_id in {group.kv_cache_group_id for group in swa_groups}:
         block_size = swa_groups[0].kv_cache_spec.block_size
         foreign = [
@@ -187,7 +190,7 @@ def check_step(
         check_writes(cells, slots[is_real])
         if step.in_graph or not is_real.all():
             continue  # the view of a graph is written into the runner's own table, once
-        seq_lens, table = step.seq_lens[:num_reqs], step.block_tables[group_id][:num_reqs]
+        seq_lens, table = step.seq_lens[:num_reqs], step.block_table(group_id)[:num_reqs]
         rows = np.arange(num_rows)
         if prepared is not None and prepared.view is not None:
             seq_lens, table = prepared.view.seq_lens(seq_lens), prepared.view.block_table(table, block_size)

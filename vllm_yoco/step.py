@@ -6,7 +6,7 @@ view, the rebased slots and, if rows drop, the row plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +29,12 @@ class StepInputs:
         start: [R] host, position of each chunk's first row.
         query_start_loc: [R + 1] host, cumulative rows.
         keep_all: [R] host bool, requests that keep every row.
-        seq_lens: [R or, padded to a CUDA graph, more] device int32.
-        seq_lens_cpu: the same on the host, an upper bound.
+        num_shown: R or, padded to a CUDA graph, more: requests that kernels are shown.
+        seq_lens: [R or more] device int32.
+        seq_lens_cpu: [R or more] the same on the host, an upper bound.
         positions: [T or more] device, absolute.
-        block_tables: per KV cache group, [R or more, blocks] device.
-        slot_mappings: per KV cache group, [T or more] device int64; in a step that drops no row, those of consumer SWA
+        block_table: of a KV cache group, [R or more, blocks] device. A call, because most steps need one of them.
+        slot_mappings: by KV cache group, [T or more] device int64; in a step that drops no row, those of consumer SWA
             are rewritten in place.
         is_prefilling: [R or more] host bool.
         in_graph: the forward is a CUDA graph replay, which cannot drop rows.
@@ -43,11 +44,12 @@ class StepInputs:
     start: np.ndarray
     query_start_loc: np.ndarray
     keep_all: np.ndarray
+    num_shown: int
     seq_lens: torch.Tensor
     seq_lens_cpu: torch.Tensor
     positions: torch.Tensor
-    block_tables: Sequence[torch.Tensor]
-    slot_mappings: Sequence[torch.Tensor]
+    block_table: Callable[[int], torch.Tensor]
+    slot_mappings: Mapping[int, torch.Tensor] | torch.Tensor
     is_prefilling: np.ndarray
     in_graph: bool = False
 
@@ -131,7 +133,7 @@ class PreparedStep:
 
     def _padded(self, values: np.ndarray) -> np.ndarray:
         """Zeros for the requests that only pad the batch to its CUDA graph."""
-        missing = self.step.seq_lens.shape[0] - len(values)
+        missing = self.step.num_shown - len(values)
         return np.pad(values, (0, missing)) if missing else values
 
     def _put(self, name: str, values: np.ndarray) -> torch.Tensor:
@@ -155,7 +157,7 @@ class PreparedStep:
         """
         step = self.step
         slots: Any = step.slot_mappings[group_id]
-        table: Any = step.block_tables[group_id]
+        table: Any = step.block_table(group_id)
         below: Any = self._below
         if self.plan is None:
             num_rows, cu_rows = int(step.query_start_loc[-1]), step.query_start_loc

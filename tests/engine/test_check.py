@@ -142,7 +142,7 @@ def _placeholder_writes(engines: Engines) -> None:
         original(self, group_id)
         if self.plan is None:
             return
-        table, size = self.step.block_tables[group_id], self._block_size
+        table, size = self.step.block_table(group_id), self._block_size
         for request, last in enumerate(self.plan.cu_seqlens[1:]):
             position = int(self.positions[last - 1])
             if position < self.keep_start[request]:

@@ -57,11 +57,12 @@ def _prepare(start: list[int], length: list[int], prompt: list[int], *, padding:
         start=starts,
         query_start_loc=np.concatenate([[0], np.cumsum(lengths)]),
         keep_all=np.zeros(len(start), dtype=bool),
+        num_shown=shown,
         seq_lens=ends,
         seq_lens_cpu=ends.clone(),
         positions=torch.from_numpy(positions),
-        block_tables=[table],
-        slot_mappings=[torch.zeros(len(positions) + padding, dtype=torch.int64)],
+        block_table=[table].__getitem__,
+        slot_mappings=torch.zeros(1, len(positions) + padding, dtype=torch.int64),
         is_prefilling=starts < prompts,
         in_graph=in_graph,
     )
@@ -74,7 +75,7 @@ def _prepare(start: list[int], length: list[int], prompt: list[int], *, padding:
 def test_decode_needs_no_sub_batch_and_leaves_tables_alone():
     prepared, step = _prepare([10, 17], [1, 1], [10, 17], padding=2, in_graph=True)
     assert prepared.plan is None
-    table = step.block_tables[0]
+    table = step.block_table(0)
     assert prepared.view.block_table(table, BLOCK) is table
     # s_keep is 6 and 13, which lie 2 and 1 into a block; requests that pad the graph are not shifted.
     assert prepared.view.seq_lens(step.seq_lens).tolist() == [11 - 2, 18 - 1, 0, 0]
@@ -83,14 +84,14 @@ def test_decode_needs_no_sub_batch_and_leaves_tables_alone():
 def test_graph_replay_drops_no_rows_and_cuts_in_place():
     """A captured graph has the runner's own table, so the cut is written there; eagerly it is a table of its own."""
     (graph, step), (eager, other) = (_prepare([7], [1], [10], in_graph=g) for g in (True, False))
-    table = step.block_tables[0]
+    table = step.block_table(0)
     expected = table.clone()
     cut = graph.view.block_table(table, BLOCK)
     assert graph.plan is None and cut.data_ptr() == table.data_ptr()
     # s_keep = 6 lies in block 1: that block comes first, and the kernel is told of 8 - 6 keys.
     assert cut[0, 0] == expected[0, 1] and graph.view.seq_lens(step.seq_lens).tolist() == [2]
-    apart = eager.view.block_table(other.block_tables[0], BLOCK)
-    assert apart.data_ptr() != other.block_tables[0].data_ptr() and apart[0, 0] == expected[0, 1]
+    apart = eager.view.block_table(other.block_table(0), BLOCK)
+    assert apart.data_ptr() != other.block_table(0).data_ptr() and apart[0, 0] == expected[0, 1]
 
 
 def test_prefill_outside_a_graph_drops_rows():

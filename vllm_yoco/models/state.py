@@ -64,17 +64,17 @@ class YocoModelState(DefaultModelState):
     ) -> StepInputs:
         in_graph = cudagraph_mode == CUDAGraphMode.FULL
         requests = batch.idx_mapping_np[: batch.num_reqs]
-        num_shown = batch.num_reqs_after_padding if in_graph else batch.num_reqs
         return StepInputs(
             num_prompt_tokens=self._num_prompt_tokens[requests],
             start=batch.num_computed_tokens_np[: batch.num_reqs].astype(np.int64),
             query_start_loc=batch.query_start_loc_np[: batch.num_reqs + 1],
             keep_all=self._keep_all[requests],
-            seq_lens=batch.seq_lens[:num_shown],
-            seq_lens_cpu=batch.seq_lens_cpu_upper_bound[:num_shown],
+            num_shown=batch.num_reqs_after_padding if in_graph else batch.num_reqs,
+            seq_lens=batch.seq_lens,
+            seq_lens_cpu=batch.seq_lens_cpu_upper_bound,
             positions=batch.positions,
-            block_tables=block_tables,
-            slot_mappings=slot_mappings.unbind(0),
+            block_table=block_tables.__getitem__,
+            slot_mappings=slot_mappings,
             is_prefilling=batch.is_prefilling_np,
             in_graph=in_graph,
         )

@@ -323,13 +323,14 @@ def step_preparation(
         start=start,
         query_start_loc=np.arange(num_reqs + 1) * lengths[0],
         keep_all=np.zeros(num_reqs, dtype=bool),
+        num_shown=num_reqs,
         seq_lens=ends.to(device),
         seq_lens_cpu=ends,
         positions=torch.from_numpy(np.concatenate([s + np.arange(n) for s, n in zip(start, lengths, strict=True)])).to(
             device
         ),
-        block_tables=tables,
-        slot_mappings=[torch.zeros(total, dtype=torch.int64, device=device) for _ in groups],
+        block_table=tables.__getitem__,
+        slot_mappings=torch.zeros(len(groups), total, dtype=torch.int64, device=device),
         is_prefilling=np.full(num_reqs, not decode),
     )
     own = builder._buffers, builder._max_reqs, builder._max_rows

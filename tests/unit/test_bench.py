@@ -163,6 +163,7 @@ def _arguments(*argv: str) -> argparse.Namespace:
 
 def test_points(cost):
     args = _arguments("--prompt-tokens", "4096,512", "--concurrency", "3")
+    bench.take_defaults(args, bench.MEASURES)
     points = {m: [p.workload for p in bench.points_of(args, m, cost.config)] for m in bench.MEASURES}
     assert [w.prompt_tokens for w in points["prefill"]] == [(512,), (4096,)]
     assert [w.chunk_tokens for w in points["chunks"]] == [4096, 2048, 1024, 512, 256]

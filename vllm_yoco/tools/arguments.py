@@ -21,6 +21,10 @@ def non_negative(text: str) -> int:
     return _number(text, 0)
 
 
+def two_or_more(text: str) -> int:
+    return _number(text, 2)
+
+
 def keep_tokens(text: str) -> KeepTokens:
     if text in ("min", "exact"):
         return "min" if text == "min" else "exact"
@@ -45,6 +49,10 @@ def split(text: str, item: Callable[[str], Any]) -> tuple[Any, ...]:
 
 def numbers(text: str) -> tuple[int, ...]:
     return split(text, non_negative)
+
+
+def positives(text: str) -> tuple[int, ...]:
+    return split(text, positive)
 
 
 class List(argparse.Action):

@@ -30,11 +30,11 @@ measured by part. Nothing but consumer layers is expected to become faster.
 
 JSON (``--json``, or report.json in ``--out``):
 
-    command, version, model, machine, clock
-    engines    {name: {truncation, keep_tokens, runner, dtype, device, backends}}
+    command, version, vllm, date, arguments {name: value}, model, machine, clock
+    engines    {name: {truncation, keep_tokens (null: K means nothing), runner, dtype, device, backends}}
     points     [{measure, prompt_tokens [L], output_tokens, chunk_tokens (null: all), concurrency, hit_tokens,
-               series {name: {runs [fields of vLLM's BenchmarkMetrics, decode_step_ms], ratios, spread, speedup,
-               ...}}, noise,
+               series {name: {runs [fields of vLLM's BenchmarkMetrics, decode_step_ms, cached_tokens], ratios,
+               spread, speedup, ...}}, noise,
                parts {engine: {part: seconds}}, ceilings {engine: {measured, flops, rows}}}]
     memory     {prompt_tokens, engines {name: {peak {before, peak: bytes}, admission {chunk: {...}}}}} or null
     steps      [{engine, requests, prompt_tokens, kind (prefill | decode), plugin, plugin_best, builders: seconds}]
@@ -46,23 +46,23 @@ Exit code: 0; 1 if an engine failed; 2 for wrong arguments.
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_yoco.config import Truncation
 from vllm_yoco.tools import bench_engine, bench_report
-from vllm_yoco.tools.arguments import numbers
+from vllm_yoco.tools.arguments import numbers, positive, positives, two_or_more
 from vllm_yoco.tools.bench_engine import BenchEngine
 from vllm_yoco.tools.bench_report import AGAIN, REFERENCE
 from vllm_yoco.tools.bench_serve import CLOCKS, Workload
 from vllm_yoco.tools.check_inputs import MODEL_HELP, open_model, resolve_keeps
-from vllm_yoco.tools.engine_process import RUNNERS, EngineError, EngineHost
+from vllm_yoco.tools.engine_process import RUNNERS, EngineError, EngineHost, add_engine_flags, engine_options
 from vllm_yoco.tools.report import add_json_argument, emit, make_report_folder, progress
 
 if TYPE_CHECKING:
@@ -81,6 +81,15 @@ CONCURRENCY = (8, 32)
 MIXED_SHARES = (1 / 8, 1 / 2, 1 / 4, 1, 1 / 16, 3 / 4, 3 / 8, 3 / 16)
 """Lengths of concurrent requests, as shares of the longest; short and long ones alternate."""
 HIT_SHARES = (0.0, 0.25, 0.5, 0.75)
+SPECIAL: dict[str, tuple[tuple[str, ...], Any]] = {
+    "chunk_tokens": (("chunks",), None),
+    "batches": (("decode",), DECODE_BATCHES),
+    "concurrency": (("traffic", "steps"), CONCURRENCY),
+    "step_tokens": (("traffic", "memory"), 2048),
+    "hit_tokens": (("hits",), None),
+    "output_tokens": (("decode", "traffic"), 64),
+}
+"""Flags that only some measurements read: which, and the default."""
 ADMISSION_PROMPTS, ADMISSION_REQUESTS = 6, 48
 """Prompts that the small pool of ``memory`` is made for, and requests that compete for it."""
 
@@ -107,7 +116,12 @@ class Bench:
         shared = len(set(self.hosts.values())) < len(self.hosts)
         with ThreadPoolExecutor(1 if shared else 2) as pool:
             facts = pool.map(lambda name: self.call(name, bench_engine.warm_up, longest), self.engines)
-            self.facts = dict(zip(self.engines, facts, strict=True))
+            try:
+                self.facts = dict(zip(self.engines, facts, strict=True))
+            except KeyboardInterrupt:
+                for host in self.hosts.values():
+                    host.interrupt()
+                raise
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,16 +129,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measure", metavar="NAME,...", default="prefill,decode", help=", ".join(MEASURES))
     parser.add_argument("--modes", metavar="NAME,...", default="off,compact", help=f"of {', '.join(MODES)}")
     parser.add_argument("--keep-tokens", metavar="K,...", default="min", help="numbers, min, exact (default: min)")
-    parser.add_argument("--prompt-tokens", metavar="L,...", type=numbers, help="lengths (default: 512 to 8192)")
-    parser.add_argument("--chunk-tokens", metavar="C,...", type=numbers, help="chunks: sizes (default: L/1 to L/16)")
-    parser.add_argument("--batches", metavar="N,...", type=numbers, default=DECODE_BATCHES, help="decode: sizes")
     parser.add_argument(
-        "--concurrency", metavar="N,...", type=numbers, default=CONCURRENCY, help="traffic, steps: requests"
+        "--prompt-tokens",
+        metavar="L,...",
+        type=positives,
+        help="lengths (default: 512 to 8192, as far as the model goes). prefill, alternative and steps take all of"
+        f" them, the others the longest; decode always {DECODE_PROMPT_TOKENS}",
     )
-    parser.add_argument("--step-tokens", metavar="C", type=int, default=2048, help="traffic: rows a step may take")
+    parser.add_argument("--chunk-tokens", metavar="C,...", type=positives, help="chunks: sizes (default: L/1 to L/16)")
+    parser.add_argument("--batches", metavar="N,...", type=positives, help="decode: sizes (default: 1,8)")
+    parser.add_argument(
+        "--concurrency",
+        metavar="N,...",
+        type=positives,
+        help="traffic: requests; steps: requests of a step, 1 and the most of these (default: 8,32)",
+    )
+    parser.add_argument(
+        "--step-tokens", metavar="C", type=positive, help="traffic, memory: rows a step may take (default: 2048)"
+    )
     parser.add_argument("--hit-tokens", metavar="H,...", type=numbers, help="hits: lengths (default: 0 to 3/4 L)")
-    parser.add_argument("--output-tokens", metavar="N", type=int, default=64, help="decode, traffic (default: 64)")
-    parser.add_argument("--repeats", metavar="N", type=int, default=3, help="rounds (default: 3)")
+    parser.add_argument("--output-tokens", metavar="N", type=two_or_more, help="decode, traffic (default: 64)")
+    parser.add_argument("--repeats", metavar="N", type=positive, default=3, help="rounds (default: 3)")
     parser.add_argument(
         "--clock", choices=list(CLOCKS), default="wall", help="cpu: time computed, for shared machines"
     )
@@ -132,11 +157,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--one-process", action="store_true", help="engines share one, all but stock; not for memory")
     parser.add_argument("--dtype", help="auto or a dtype (default: float32 on a CPU, auto on a GPU)")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of random prompts and weights (default: 0)")
-    parser.add_argument("--out", metavar="DIR", type=Path, help="write report.json, report.md and report.png there")
+    parser.add_argument("--out", metavar="DIR", type=Path, help="write report.json, report.md and, of prefill, report.png")
     add_json_argument(parser)
-    parser.add_argument(
-        "--engine-flags", metavar="FLAGS", type=shlex.split, default=[], help="of vLLM, as in '--block-size 64'"
-    )
+    add_engine_flags(parser)
 
 
 def _names(flag: str, text: str, known: Sequence[str]) -> list[str]:
@@ -156,8 +179,8 @@ def run(args: argparse.Namespace) -> int:
     """
     measures = _names("--measure", args.measure, MEASURES)
     modes = list(dict.fromkeys(["off", *_names("--modes", args.modes, MODES)]))
-    if args.repeats < 1 or args.output_tokens < 2 or args.step_tokens < 1 or min(args.prompt_tokens or [1]) < 1:
-        raise ValueError("--repeats, --step-tokens and --prompt-tokens must be 1 or more, --output-tokens 2 or more.")
+    given = {name: value for name, value in vars(args).items() if name not in ("run", "json", "out")}
+    take_defaults(args, measures)
     if args.one_process and not {"memory", "alternative"}.isdisjoint(measures):
         raise ValueError("--one-process: --measure memory and alternative need a process for each engine.")
     if args.out is not None:
@@ -166,7 +189,15 @@ def run(args: argparse.Namespace) -> int:
         room = config.max_position_embeddings - args.output_tokens
         args.prompt_tokens = args.prompt_tokens or tuple(n for n in PROMPT_TOKENS if n <= room)
         if max(args.prompt_tokens, default=room + 1) > room:
-            raise ValueError(f"--prompt-tokens {max(args.prompt_tokens, default='')}: the model has room for {room}.")
+            raise ValueError(
+                f"--prompt-tokens {max(args.prompt_tokens, default='')}: must be at most {room}:"
+                f" the model has {config.max_position_embeddings} positions, --output-tokens takes {args.output_tokens}."
+            )
+        if max(args.hit_tokens or [0]) >= max(args.prompt_tokens):
+            raise ValueError(
+                f"--hit-tokens {max(args.hit_tokens)}: must be less than the longest of --prompt-tokens,"
+                f" {max(args.prompt_tokens)}: a prompt's last token is always computed."
+            )
         truncations = resolve_keeps(args.keep_tokens, config.topology())
         if "alternative" in measures and config.topology().swa_layers:
             raise ValueError(
@@ -174,7 +205,7 @@ def run(args: argparse.Namespace) -> int:
                 " another's KV have not. Take a model without, as bench-8-8-no-window."
             )
         try:
-            results = _measure(args, measures, modes, directory, config, truncations)
+            results = _head(given) | _measure(args, measures, modes, directory, config, truncations)
         except EngineError as error:
             print(f"{error.details}\nvllm-yoco bench: {error}. Details are above.", file=sys.stderr)
             return 1
@@ -183,6 +214,31 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         bench_report.write_report(args.out, results)
     return 0
+
+
+def take_defaults(args: argparse.Namespace, measures: Sequence[str]) -> None:
+    """Defaults of the flags that not every measurement reads. ValueError for one that none reads."""
+    for name, (readers, default) in SPECIAL.items():
+        value = getattr(args, name)
+        if value is None:
+            setattr(args, name, default)
+        elif not set(readers) & set(measures):
+            typed = ",".join(map(str, value)) if isinstance(value, tuple) else value
+            raise ValueError(
+                f"--{name.replace('_', '-')} {typed}: only --measure {' and '.join(readers)} reads it. Leave it out, or"
+                " add one of these."
+            )
+
+
+def _head(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What identifies the measurement: when, with what, and how it was asked for."""
+    from vllm import __version__ as vllm_version
+
+    return {
+        "vllm": vllm_version,
+        "date": datetime.now(UTC).isoformat(timespec="minutes"),
+        "arguments": {name: value for name, value in arguments.items() if value is not None},
+    }
 
 
 def _measure(
@@ -254,7 +310,11 @@ def _serve_points(
 
 def _describe(bench: Bench) -> dict[str, Any]:
     return {
-        name: {"truncation": spec.truncation, "keep_tokens": spec.keep_tokens, **bench.facts[name]}
+        name: {
+            "truncation": spec.truncation,
+            "keep_tokens": None if spec.truncation in (None, "off") else spec.keep_tokens,
+            **bench.facts[name],
+        }
         for name, spec in bench.engines.items()
     }
 
@@ -270,7 +330,6 @@ def engines_of(
     import torch
 
     longest = max(*args.prompt_tokens, DECODE_PROMPT_TOKENS)
-    max_model_len = min(longest + args.output_tokens + 8, config.max_position_embeddings)
     sequences = max(*args.batches, *args.concurrency)
     topology = config.topology()
     layers = topology.boundary + len(topology.kv_source_layers) + len(topology.swa_layers)
@@ -285,10 +344,10 @@ def engines_of(
         truncation="off",
         keep_tokens=truncations[0].keep_tokens,
         dtype=args.dtype or ("auto" if torch.cuda.is_available() else "float32"),
-        max_model_len=max_model_len,
+        max_model_len=_max_model_len(args, config),
         max_num_seqs=sequences,
         kv_cache_bytes=max(tokens, decode) * token_bytes,
-        options=_llm_options(args.engine_flags),
+        options=tuple(engine_options(args.engine_flags).items()),
     )
     engines = {REFERENCE: common, AGAIN: replace(common, name=AGAIN)}
     if "stock" in modes:
@@ -301,12 +360,10 @@ def engines_of(
     return {name: replace(spec, gpu_share=share) for name, spec in engines.items()}
 
 
-def _llm_options(flags: Sequence[str]) -> tuple[tuple[str, Any], ...]:
-    if not flags:
-        return ()
-    from vllm_yoco.tools.engine_process import _options
-
-    return tuple(_options(flags).items())
+def _max_model_len(args: argparse.Namespace, config: YocoModelConfig) -> int:
+    """Also the most rows of a step."""
+    longest = max(*args.prompt_tokens, DECODE_PROMPT_TOKENS)
+    return min(longest + args.output_tokens + 8, config.max_position_embeddings)
 
 
 def points_of(args: argparse.Namespace, measure: str, config: YocoModelConfig) -> list[Point]:
@@ -325,11 +382,9 @@ def points_of(args: argparse.Namespace, measure: str, config: YocoModelConfig) -
             for n in args.batches
         ]
     if measure == "traffic":
+        rows = min(args.step_tokens, _max_model_len(args, config))
         return [
-            Point(
-                measure,
-                Workload(_mixed(longest, n), args.output_tokens, n, args.step_tokens, seed=seed, clock=args.clock),
-            )
+            Point(measure, Workload(_mixed(longest, n), args.output_tokens, n, rows, seed=seed, clock=args.clock))
             for n in args.concurrency
         ]
     if measure == "hits":
@@ -436,7 +491,7 @@ def _memory(bench: Bench, args: argparse.Namespace, config: YocoModelConfig) -> 
         )
         found[name]["admission"] = {
             str(chunk): bench.call(name, bench_engine.admission, longest, chunk, ADMISSION_REQUESTS, spec=small)
-            for chunk in (longest, args.step_tokens)
+            for chunk in sorted({longest, min(longest, args.step_tokens)}, reverse=True)
         }
     return {"prompt_tokens": longest, "engines": found}
 

@@ -24,6 +24,8 @@ TIMES = {"decode": DECODE_STEPS, "traffic": "duration"}
 """The figure that a measurement compares; TTFT in all others."""
 TTFT = "median_ttft_ms"  # of one request, so there is but one
 
+TRAFFIC_LATENCIES = "median_ttft_ms", "p99_itl_ms", "median_tpot_ms"
+
 PARTS = ("producers", "global_kv", "consumers", "logits", "sampling", "runner", "engine")
 
 
@@ -138,6 +140,7 @@ def machine() -> dict[str, Any]:
     import torch
 
     found: dict[str, Any] = {
+        "processor": _processor(),
         "architecture": platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": int(os.environ.get("OMP_NUM_THREADS", 0)) or torch.get_num_threads(),
@@ -146,14 +149,24 @@ def machine() -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
+    if tunables := os.environ.get("GLIBC_TUNABLES"):
+        found["glibc_tunables"] = tunables
     return found
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
 
 
 # -- text ----------------------------------------------------------------------------------------------------------
 
 
 def summary(results: Mapping[str, Any]) -> str:
-    return "\n\n".join(text for _, text in sections(results))
+    heading, *others = sections(results)
+    return "\n\n".join([heading[1], *(f"{title}\n{text}" for title, text in others)])
 
 
 def sections(results: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -166,7 +179,7 @@ def sections(results: Mapping[str, Any]) -> list[tuple[str, str]]:
             found.append((title, render(chosen)))
             timed = [p for p in chosen if p["parts"] and measure != "traffic"]
             if timed:
-                found.append((f"{title}: time by part", _parts_table(timed)))
+                found.append((f"{title}: time by part, all steps", _parts_table(timed)))
     if results["memory"]:
         found.append(("Memory", _memory_table(results["memory"])))
     if results["steps"]:
@@ -228,6 +241,7 @@ def _ttft_table(points: Sequence[Mapping[str, Any]]) -> str:
                 max(p["prompt_tokens"]),
                 p["chunk_tokens"] or "all",
                 p["hit_tokens"],
+                _cached(s),
                 name,
                 Number(f"{s['best']:,.0f}"),
                 Number(f"{s['median']:,.0f}"),
@@ -242,8 +256,8 @@ def _ttft_table(points: Sequence[Mapping[str, Any]]) -> str:
             )
         )
     headers = (
-        *("L", "chunk", "hit", "engine", "TTFT best, ms", "median", "spread", "speed-up", "paired", "95 %"),
-        *("vs first chunk", "95 % of it", "ceiling", "by FLOPs", "reached"),
+        *("L", "chunk", "hit", "cached", "engine", "TTFT best, ms", "median, ms", "spread", "speed-up"),
+        *("paired", "95 %", "vs first chunk", "95 % of it", "ceiling", "by FLOPs", "reached"),
     )
     return _render(headers, rows)
 
@@ -254,10 +268,21 @@ def _render(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
         i
         for i, header in enumerate(headers)
         if any(row[i] is not None for row in rows)
-        and not (header == "hit" and not any(row[i] for row in rows))
+        and not (header in ("hit", "cached") and not any(row[i] for row in rows))
         and not (header == "chunk" and all(row[i] == "all" for row in rows))
     ]
     return table([headers[i] for i in kept], [[row[i] for i in kept] for row in rows])
+
+
+def _cached(series: Mapping[str, Any]) -> int | None:
+    """Tokens that the engine found in its prefix cache: whole blocks, and of a truncated prompt none past s_keep."""
+    found = [run.get("cached_tokens") for run in series["runs"]]
+    return None if None in found else int(median(found))
+
+
+def _lengths(p: Mapping[str, Any]) -> Number:
+    least, most = min(p["prompt_tokens"]), max(p["prompt_tokens"])
+    return Number(f"{most:,}" if least == most else f"{least:,} to {most:,}")
 
 
 def _changes(interval: Sequence[float] | None) -> Number | None:
@@ -270,6 +295,7 @@ def _decode_table(points: Sequence[Mapping[str, Any]]) -> str:
         runs = s["runs"]
         rows.append(
             (
+                _lengths(p),
                 p["concurrency"],
                 name,
                 s["best"],
@@ -282,7 +308,8 @@ def _decode_table(points: Sequence[Mapping[str, Any]]) -> str:
             )
         )
     headers = (
-        *("batch", "engine", "step best, ms", "step median", "TPOT median", "spread", "vs off, paired", "95 %"),
+        *("L", "batch", "engine", "step best, ms", "step median, ms", "TPOT median, ms", "spread"),
+        *("vs off, paired", "95 %"),
         "vs off, best",
     )
     return _render(headers, rows)
@@ -295,13 +322,13 @@ def _traffic_table(points: Sequence[Mapping[str, Any]]) -> str:
         ceiling = p["ceilings"].get(name, {}).get("rows")
         rows.append(
             (
+                _lengths(p),
                 p["concurrency"],
                 name,
                 Number(f"{best['duration']:.1f}"),
                 Number(f"{best['total_token_throughput']:,.0f}"),
-                Number(f"{min(r['median_ttft_ms'] for r in s['runs']):,.0f}"),
-                Number(f"{min(r['p99_itl_ms'] for r in s['runs']):,.0f}"),
-                Number(f"{min(r['median_tpot_ms'] for r in s['runs']):,.0f}"),
+                Number(f"{best['output_throughput']:,.0f}"),
+                *(Number(f"{median(r[key] for r in s['runs']):,.0f}") for key in TRAFFIC_LATENCIES),
                 _spread(s),
                 _gain(s["speedup"]),
                 _gain(ceiling),
@@ -309,8 +336,8 @@ def _traffic_table(points: Sequence[Mapping[str, Any]]) -> str:
             )
         )
     headers = (
-        *("requests", "engine", "duration, s", "tokens/s", "TTFT median, ms", "ITL p99", "TPOT median", "spread"),
-        *("gain", "by layer rows", "reached"),
+        *("L", "requests", "engine", "duration, s", "tokens/s, all", "of output", "TTFT median, ms", "ITL p99, ms"),
+        *("TPOT median, ms", "spread", "gain", "by layer rows", "reached"),
     )
     return _render(headers, rows)
 
@@ -330,7 +357,8 @@ def _parts_table(points: Sequence[Mapping[str, Any]]) -> str:
                     Number(f"{seconds['total'] * 1000:,.0f}"),
                 )
             )
-    return _render(("L", "chunk", "requests", "engine", *(f"{n.replace('_', ' ')}, ms" for n in PARTS), "total"), rows)
+    parts = [f"{name.replace('_', ' ')}, ms" for name in (*PARTS, "total")]
+    return _render(("L", "chunk", "requests", "engine", *parts), rows)
 
 
 def _memory_table(memory: Mapping[str, Any]) -> str:
@@ -373,7 +401,7 @@ def _steps_table(steps: Sequence[Mapping[str, Any]]) -> str:
         )
         for s in steps
     ]
-    return table(("engine", "step", "requests", "L", "plugin best, ms", "median", "vLLM's builders, ms"), rows)
+    return table(("engine", "step", "requests", "L", "plugin best, ms", "median, ms", "builders, ms"), rows)
 
 
 def _mb(size: int) -> Number:

@@ -74,7 +74,7 @@ class Serving:
         self._name = f"{time.monotonic()}"
         self._clock = CLOCKS[workload.clock]
         self._seconds = 0.0
-        self._in_flight = self._num_steps = 0
+        self._in_flight = self._num_steps = self._cached_tokens = 0
         self._outcomes: dict[str, Any] = {}
         self._last: dict[str, float] = {}
         self._decode_ms: list[float] = []
@@ -117,6 +117,7 @@ class Serving:
             self._last[name], outcome.output_tokens = now, num_tokens
         if answer.finished:
             outcome.success, outcome.latency = True, now - outcome.start_time
+            self._cached_tokens += answer.num_cached_tokens or 0
             self._in_flight -= 1
 
     def run(self) -> dict[str, Any]:
@@ -130,14 +131,16 @@ class Serving:
 
         Returns:
             The fields of vLLM's ``BenchmarkMetrics`` without None, percentiles flattened as ``vllm bench`` does
-            (``p99_itl_ms``), with ``duration`` in seconds, ``num_steps``, and ``decode_step_ms``: the time of each
-            step in which every request was past its prompt.
+            (``p99_itl_ms``), with ``duration`` in seconds, ``num_steps``, ``cached_tokens``: of the prompts, not
+            computed because of prefix hits, and ``decode_step_ms``: the time of each step in which every request was
+            past its prompt.
         """
         from vllm.benchmarks.serve import calculate_metrics
 
         outcomes = list(self._outcomes.values())
         metrics, _ = calculate_metrics([], outcomes, self._seconds, None, list(PERCENTILES), {})
         found: dict[str, Any] = {"duration": self._seconds, "num_steps": self._num_steps}
+        found["cached_tokens"] = self._cached_tokens
         for name, value in asdict(metrics).items():
             if name.startswith("percentiles_"):
                 for percentile, number in value:

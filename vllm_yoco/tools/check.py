@@ -26,7 +26,6 @@ Exit code: 0 if everything agrees; 1 if not, or if an engine failed; 2 for wrong
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -45,7 +44,14 @@ from vllm_yoco.tools.check_inputs import (
     resolve_keeps,
 )
 from vllm_yoco.tools.check_study import Report, Study, run_study
-from vllm_yoco.tools.engine_process import RUNNERS, EngineError, EngineHost, EngineSpec
+from vllm_yoco.tools.engine_process import (
+    RUNNERS,
+    EngineError,
+    EngineHost,
+    EngineSpec,
+    add_engine_flags,
+    engine_options,
+)
 from vllm_yoco.tools.report import Number, add_json_argument, emit, table
 
 if TYPE_CHECKING:
@@ -78,9 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="fewer lengths, K and chunk sizes")
     add_json_argument(parser)
-    parser.add_argument(
-        "--engine-flags", metavar="FLAGS", type=shlex.split, default=[], help="of vLLM, as in '--block-size 64'"
-    )
+    add_engine_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -113,6 +117,7 @@ def plan_study(args: argparse.Namespace, directory: str, config: YocoModelConfig
 
     if args.max_tokens < 1 or args.max_prompt_tokens < 1:
         raise ValueError("--max-tokens and --max-prompt-tokens must be 1 or more.")
+    engine_options(args.engine_flags)  # before minutes of work
     topology = config.topology()
     least, exact = resolve_keeps("min", topology)[0], resolve_keeps("exact", topology)[0]
     window, exact_keep = topology.consumer_window, exact.keep_tokens

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -27,6 +28,7 @@ COMMANDS = {
 """Command -> module of ``vllm_yoco.tools``."""
 
 USAGE_ERROR = 2
+INTERRUPTED = 130
 
 
 def build_parser(commands: Sequence[str]) -> argparse.ArgumentParser:
@@ -54,10 +56,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE_ERROR
     called = argv[:1] if argv and argv[0] in COMMANDS else list(COMMANDS)
     args = build_parser(called).parse_args(argv)
+    # So that engines end and temporary files go, as they do on Ctrl-C.
+    previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
         code: int = args.run(args)
         sys.stdout.flush()
         return code
+    except KeyboardInterrupt:
+        print("vllm-yoco: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -68,6 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = str(error).replace(flag_name("keep_tokens"), "--keep-tokens")
         print(f"vllm-yoco: error: {' '.join(message.split())}", file=sys.stderr)
         return USAGE_ERROR
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _interrupt(signal_number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -11,9 +11,12 @@ the scheduler and the model can be reached. A job is a module-level function tha
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import io
 import multiprocessing
 import os
+import shlex
 import sys
 import tempfile
 import threading
@@ -123,7 +126,7 @@ class Engines:
                 options["enable_trace_replay"] = True
             else:
                 options["logits_processors"] = ["vllm_yoco.tools.engine_forced:ForcedTokens"]
-            self.llms[spec] = LLM(**options | _options(spec.flags))
+            self.llms[spec] = LLM(**options | engine_options(spec.flags))
         return self.llms[spec]
 
     def scheduler(self, spec: EngineSpec) -> Any:
@@ -178,6 +181,8 @@ class EngineHost:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if isinstance(exception[1], KeyboardInterrupt):
+            self.interrupt()
         self.close()
         self._log.unlink(missing_ok=True)
 
@@ -213,8 +218,13 @@ class EngineHost:
             raise EngineError(*value)
         return value
 
+    def interrupt(self) -> None:
+        """End the child in the middle of its job, whose caller gets an ``EngineError``."""
+        if self._process is not None:
+            self._process.terminate()
+
     def close(self) -> None:
-        """End the child and its engines."""
+        """End the child and its engines, after its job."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -274,16 +284,35 @@ def _describe(error: BaseException) -> tuple[str, str]:
     return f"{type(error).__name__}: {error}", traceback.format_exc()
 
 
-def _options(flags: Sequence[str]) -> dict[str, Any]:
-    """``LLM`` arguments for engine flags. ValueError for flags that vLLM does not know."""
+def add_engine_flags(parser: argparse.ArgumentParser, where: str = "") -> None:
+    parser.add_argument(
+        "--engine-flags",
+        metavar="FLAGS",
+        type=shlex.split,
+        default=[],
+        help=f"{where}of vLLM, as in --engine-flags='--block-size 64'",
+    )
+
+
+def engine_options(flags: Sequence[str]) -> dict[str, Any]:
+    """``LLM`` arguments for engine flags. ValueError for flags that vLLM does not know, or that spoil a comparison."""
     if not flags:
         return {}
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(exit_on_error=False))
+    said = io.StringIO()
     try:
-        given, defaults = vars(parser.parse_args(list(flags))), vars(parser.parse_args([]))
-    except SystemExit:
-        raise ValueError(f"vLLM does not take the engine flags {' '.join(flags)}") from None
-    return {name: value for name, value in given.items() if value != defaults[name]}
+        with contextlib.redirect_stderr(said):
+            given, defaults = vars(parser.parse_args(list(flags))), vars(parser.parse_args([]))
+    except (SystemExit, argparse.ArgumentError) as error:
+        why = said.getvalue().strip().rpartition("error: ")[2] if isinstance(error, SystemExit) else error
+        raise ValueError(f"--engine-flags='{' '.join(flags)}': vLLM does not take them: {why}") from None
+    options = {name: value for name, value in given.items() if value != defaults[name]}
+    if options.get("enable_prefix_caching"):
+        raise ValueError(
+            "--engine-flags='--enable-prefix-caching': equal prompts would be answered from the cache, and what is"
+            " compared would not be computed. Leave it out; `vllm-yoco bench --measure hits` measures hits."
+        )
+    return options

@@ -33,7 +33,6 @@ Exit code: 0; 1 if something changed that must not, or an engine failed; 2 for w
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -57,7 +56,14 @@ from vllm_yoco.tools.check_inputs import (
     resolve_keeps,
 )
 from vllm_yoco.tools.engine_generate import engine_facts
-from vllm_yoco.tools.engine_process import RUNNERS, EngineError, EngineHost, EngineSpec
+from vllm_yoco.tools.engine_process import (
+    RUNNERS,
+    EngineError,
+    EngineHost,
+    EngineSpec,
+    add_engine_flags,
+    engine_options,
+)
 from vllm_yoco.tools.error_backends import Backend, EngineBackend, ReferenceBackend
 from vllm_yoco.tools.error_report import summary, write_report
 from vllm_yoco.tools.error_study import measure
@@ -87,9 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of random prompts and weights (default: 0)")
     parser.add_argument("--out", metavar="DIR", type=Path, help="write report.json, report.md and plots there")
     add_json_argument(parser)
-    parser.add_argument(
-        "--engine-flags", metavar="FLAGS", type=shlex.split, default=[], help="engine: of vLLM, as in '--block-size 64'"
-    )
+    add_engine_flags(parser, "engine: ")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -101,6 +105,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.max_tokens < 1 or (args.max_prompt_tokens is not None and args.max_prompt_tokens < 1):
         raise ValueError("--max-tokens and --max-prompt-tokens must be 1 or more.")
+    engine_options(args.engine_flags)  # before minutes of work
     if args.out is not None:
         make_report_folder(args.out)
     with _open(args) as (directory, config):

@@ -30,6 +30,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.forward_context import ForwardContext, create_forward_context, get_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_yoco import integrity
@@ -192,13 +193,13 @@ class SubBatchBuilder:
             "positions": prepared.positions,
             "is_prefilling": torch.from_numpy(step.is_prefilling[:num_reqs]),
         }
+        # Global KV of every row has been written at the boundary.
+        nowhere = self._buffers.full("nowhere", PAD_SLOT_ID, num_rows, self._max_rows)
         metadata: dict[str, Any] = {}
         slots: dict[str, torch.Tensor] = {}
         for group in self._own_groups:
             group_id = group.kv_cache_group_id
-            slot_mapping = prepared.kept_slots.get(group_id)
-            if slot_mapping is None:
-                slot_mapping = step.slot_mappings[group_id].index_select(0, rows)
+            slot_mapping = prepared.kept_slots.get(group_id, nowhere)
             builder = group.get_metadata_builder()
             if isinstance(builder, ClippedBuilderMixin):
                 builder.view = prepared.view

@@ -68,6 +68,16 @@ class StepBuffers:
         out = self._buffer(name, size, source.dtype, capacity)[:size]
         return torch.index_select(source, 0, rows, out=out)
 
+    def full(self, name: str, value: int, size: int, capacity: int) -> torch.Tensor:
+        """``size`` times ``value``, always the same one, as int64.
+
+        Raises:
+            ValueError: for a size above the capacity.
+        """
+        new = name not in self._buffers
+        buffer = self._buffer(name, size, torch.int64, capacity)
+        return (buffer.fill_(value) if new else buffer)[:size]
+
     def _buffer(self, name: str, size: int, dtype: torch.dtype, capacity: int) -> torch.Tensor:
         if size > capacity:
             raise ValueError(f"{name}: {size} values, but a step has at most {capacity}")

@@ -69,6 +69,21 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert all(found["peak"]["peak"] >= found["peak"]["before"] > 0 for found in engines.values())
 
 
+@pytest.mark.parametrize("command", ["bench", "check", "error"])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--bogus 3", "--engine-flags='--bogus 3': vLLM does not take them: unrecognized arguments: --bogus 3"),
+        ("--block-size x", "--engine-flags='--block-size x': vLLM does not take them: argument --block-size"),
+        ("--seed 1 --enable-prefix-caching", "--engine-flags='--enable-prefix-caching': equal prompts"),
+    ],
+)
+def test_engine_flags_are_checked_before_an_engine_starts(command, flags, message, capsys):
+    assert main([command, "ced-tiny", f"--engine-flags={flags}"]) == 2
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1
+
+
 class Machine:
     """A clock that moves only when somebody computes, and an engine that takes a step of one second per request."""
 
@@ -86,7 +101,12 @@ class Machine:
             self.now += len(requests)
             requests.update({name: count + 1 for name, count in requests.items()})
             answers = [
-                SimpleNamespace(request_id=n, outputs=[SimpleNamespace(token_ids=[0] * c)], finished=c == 3)
+                SimpleNamespace(
+                    request_id=n,
+                    outputs=[SimpleNamespace(token_ids=[0] * c)],
+                    finished=c == 3,
+                    num_cached_tokens=2 if c > 1 else None,
+                )
                 for n, c in requests.items()
             ]
             for answer in answers:
@@ -108,6 +128,7 @@ def test_only_an_engine_s_own_steps_count(monkeypatch):
     for found, size in zip([s.metrics() for s in serving], (1, 2), strict=True):
         assert found["num_steps"] == 3 and found["total_output"] == 3 * size
         assert found["duration"] == size * 3.25
+        assert found["cached_tokens"] == size * 2
         assert found["mean_ttft_ms"] == size * 1250
         assert found["decode_step_ms"] == [size * 1000] * 2
         assert found["median_itl_ms"] == size * 1000

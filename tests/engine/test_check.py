@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -308,6 +311,26 @@ def test_initializer_and_dead_process(models):
             host.call(_die)
         assert "farewell" in caught.value.details
         assert host.call(_count_repairs) == 1, "the next call starts another process"
+
+
+def test_interrupted_job(tmp_path):
+    """Nobody waits for the job of an engine process that is no longer wanted."""
+    begun = tmp_path / "begun"
+
+    def interrupt() -> None:
+        while not begun.exists():
+            time.sleep(0.05)
+        host.interrupt()
+
+    with EngineHost("v1", environment=ENVIRONMENT) as host:
+        threading.Thread(target=interrupt, daemon=True).start()
+        with pytest.raises(EngineError, match=f"exit code -{signal.SIGTERM.value}"):
+            host.call(_take_long, begun)
+
+
+def _take_long(engines: Engines, begun: Path) -> None:
+    begun.touch()
+    time.sleep(300)
 
 
 def _count_repairs(engines: Engines) -> int:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from vllm_yoco.tools import cost
 from vllm_yoco.tools.cli import build_parser, main
 
 MODEL = "configs/models/ced-tiny.json"
@@ -24,6 +28,25 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     captured = capsys.readouterr()
     assert not captured.out
     return captured.err.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_interruption_is_one_line(number, monkeypatch, capsys):
+    """It unwinds, so that engine processes and temporary files of a command go."""
+    unwound = []
+
+    def run(args):
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(60)
+        finally:
+            unwound.append(args)
+
+    handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+    monkeypatch.setattr(cost, "run", run)
+    assert main(["cost", MODEL]) == 130
+    assert unwound and capsys.readouterr().err == "vllm-yoco: interrupted\n"
+    assert handlers == [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
 
 
 @pytest.mark.parametrize(

@@ -177,8 +177,8 @@ def test_points(cost):
     [
         (["--measure", "speed"], "--measure speed: must be of prefill, chunks"),
         (["--modes", "fast"], "--modes fast: must be of stock, off, mask, compact"),
-        (["--repeats", "0"], "--repeats, --step-tokens and --prompt-tokens must be 1 or more"),
-        (["--prompt-tokens", "99999999"], "--prompt-tokens 99999999: the model has room for"),
+        (["--prompt-tokens", "99999999"], "--prompt-tokens 99999999: must be at most 4032"),
+        (["--measure", "hits", "--prompt-tokens", "64", "--hit-tokens", "9,64"], "--hit-tokens 64: must be less than"),
         (["--keep-tokens", "3"], "must be at least W + B"),
         (["--one-process", "--measure", "memory"], "--one-process: --measure memory and alternative need a process"),
         (["--measure", "alternative"], "--measure alternative: consumer layers of this model have a sliding window"),
@@ -188,6 +188,33 @@ def test_errors(arguments, message, capsys):
     assert main(["bench", "ced-tiny", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", ["prompt", "chunk", "step", "output"])
+def test_numbers_of_tokens(flag, capsys):
+    _refused_by_the_parser(f"--{flag}-tokens", "0", capsys)
+
+
+@pytest.mark.parametrize("flag", ["--repeats", "--batches", "--concurrency"])
+def test_counts(flag, capsys):
+    _refused_by_the_parser(flag, "0", capsys)
+
+
+def _refused_by_the_parser(flag: str, value: str, capsys) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", "ced-tiny", flag, value])
+    assert stopped.value.code == 2
+    assert f"error: argument {flag}: '{value}' must be a number of at least" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", bench.SPECIAL)
+def test_flags_that_nothing_reads_are_refused(name, capsys):
+    readers, _ = bench.SPECIAL[name]
+    flag = f"--{name.replace('_', '-')}"
+    assert main(["bench", "ced-tiny", "--measure", "prefill", flag, "7"]) == 2
+    assert f"{flag} 7: only --measure {readers[0]}" in capsys.readouterr().err
+    for reader in readers:
+        bench.take_defaults(_arguments(flag, "7"), ["prefill", reader])
 
 
 def test_interval_of_a_median() -> None:

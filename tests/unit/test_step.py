@@ -92,6 +92,14 @@ class TestStepBuffers:
         values[:] = 7
         assert buffers.put("shift", values, 4).tolist() == [7, 7]
 
+    def test_full_is_one_buffer(self):
+        buffers = StepBuffers(torch.device("cpu"))
+        short, long = (buffers.full("nowhere", -1, size, 8) for size in (2, 8))
+        assert short.tolist() == [-1] * 2 and long.tolist() == [-1] * 8
+        assert short.data_ptr() == long.data_ptr() and buffers.num_copies == 0
+        with pytest.raises(ValueError, match="nowhere: 9 values, but a step has at most 8"):
+            buffers.full("nowhere", -1, 9, 8)
+
     def test_too_many_values(self):
         with pytest.raises(ValueError, match="shift: 5 values, but a step has at most 4"):
             StepBuffers(torch.device("cpu")).put("shift", np.zeros(5), 4)

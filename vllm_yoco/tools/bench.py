@@ -157,7 +157,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--one-process", action="store_true", help="engines share one, all but stock; not for memory")
     parser.add_argument("--dtype", help="auto or a dtype (default: float32 on a CPU, auto on a GPU)")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of random prompts and weights (default: 0)")
-    parser.add_argument("--out", metavar="DIR", type=Path, help="write report.json, report.md and, of prefill, report.png")
+    parser.add_argument("--out", metavar="DIR", type=Path, help="folder for report.json, .md and, of prefill, .png")
     add_json_argument(parser)
     add_engine_flags(parser)
 
@@ -190,8 +190,8 @@ def run(args: argparse.Namespace) -> int:
         args.prompt_tokens = args.prompt_tokens or tuple(n for n in PROMPT_TOKENS if n <= room)
         if max(args.prompt_tokens, default=room + 1) > room:
             raise ValueError(
-                f"--prompt-tokens {max(args.prompt_tokens, default='')}: must be at most {room}:"
-                f" the model has {config.max_position_embeddings} positions, --output-tokens takes {args.output_tokens}."
+                f"--prompt-tokens {max(args.prompt_tokens, default='')}: must be at most {room}: the"
+                f" model has {config.max_position_embeddings} positions, --output-tokens takes {args.output_tokens}."
             )
         if max(args.hit_tokens or [0]) >= max(args.prompt_tokens):
             raise ValueError(

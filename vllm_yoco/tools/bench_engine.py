@@ -298,11 +298,12 @@ def step_preparation(
     """Seconds that preparing one step of ``num_reqs`` requests takes, median and best; no forward runs.
 
     The engine's own builder is given a made-up step: every request in its whole prompt, or (``decode``) one row past
-    it. ``builders`` is the part that vLLM's metadata builders take for the sub-batch, ``plugin`` the rest; metadata of
-    the full batch is not in it.
+    it. ``builders`` is the part that vLLM's metadata builders take for the sub-batch; ``plugin`` the rest, with what
+    the plugin adds inside of them. Metadata of the full batch is in neither.
     """
     import torch
 
+    from vllm_yoco.attention import ClippedBuilderMixin
     from vllm_yoco.staging import StepBuffers
     from vllm_yoco.step import StepInputs
 
@@ -342,13 +343,17 @@ def step_preparation(
             with PartTimer(lambda: None, CLOCKS[clock]) as timer:
                 for group in builder._own_groups:
                     timer.wrap(group, "build_metadata", "builders")
+                    clipped = group.get_metadata_builder()
+                    if isinstance(clipped, ClippedBuilderMixin):
+                        timer.wrap(clipped, "_clipped", "view")
+                        timer.wrap(clipped, "_fresh_blocks", "view")
                 begin = CLOCKS[clock]()
                 prepared = builder.prepare(step)
                 with builder.viewing(prepared):
                     pass
                 builder.build(prepared)
                 seconds = CLOCKS[clock]() - begin
-            found["builders"].append(timer.seconds.get("builders", 0.0))
+            found["builders"].append(timer.seconds.get("builders", 0.0) - timer.seconds.get("view", 0.0))
             found["plugin"].append(seconds - found["builders"][-1])
     builder._buffers, builder._max_reqs, builder._max_rows = own
     builder._decoding = None

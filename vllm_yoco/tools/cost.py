@@ -2,7 +2,8 @@
 
 Without MODEL it prints small cases that can be checked by hand and the equal-cost model of 20 + 20 layers,
 and compares the closed form behind them with an enumeration of every row and key. With MODEL it tabulates
-that model over prompt lengths L, kept rows K and chunk sizes C; ``--plot`` draws the ceiling of the speed-up.
+that model over prompt lengths L, kept rows K and chunk sizes C; ``--plot`` draws the speed-up by FLOPs, an
+estimate: `vllm-yoco bench` measures the parts that it is made of.
 
 JSON (``--json``); rows and pairs are those of one consumer layer, sizes are in tokens:
 
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-HELP = "show what truncation saves: rows, visible keys, FLOPs and the ceiling of the speed-up"
+HELP = "show what truncation saves: rows, visible keys, FLOPs and the speed-up by FLOPs, an estimate"
 
 MODES: tuple[str, ...] = get_args(Mode)
 
@@ -259,7 +260,7 @@ def render_points(points: Sequence[Point], title: str) -> str:
         return si(p.costs[mode]["swa_pairs"] + p.costs[mode]["global_pairs"])
 
     headers = ["L", "K", "chunk", "layer rows, off", "compact"]
-    headers += [f"pairs, {MODES[0]}", *MODES[1:], f"FLOPs, {MODES[0]}", *MODES[1:], "ceiling"]
+    headers += [f"pairs, {MODES[0]}", *MODES[1:], f"FLOPs, {MODES[0]}", *MODES[1:], "speed-up"]
     rows = [
         (
             p.prompt_tokens,
@@ -340,7 +341,7 @@ def plot(figure: Figure, cost: ModelCost, points: Sequence[Point], title: str) -
         panel.set_xlabel(name)
         panel.grid(alpha=0.3)
         panel.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.14), frameon=False)
-    axes[0].set_ylabel("ceiling of the speed-up\nFLOPs off / FLOPs compact")
+    axes[0].set_ylabel("speed-up by FLOPs\noff / compact")
     figure.suptitle(title, fontsize=11)
 
 
@@ -379,7 +380,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         item=arguments.chunk_tokens,
         help="chunk sizes C to tabulate (default: all, the whole prompt in one chunk)",
     )
-    parser.add_argument("--plot", metavar="FILE.png", type=arguments.plot_file, help="draw the ceiling over L, K and C")
+    parser.add_argument("--plot", metavar="FILE.png", type=arguments.plot_file, help="draw the speed-up over L, K, C")
     add_json_argument(parser)
 
 

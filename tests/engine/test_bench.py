@@ -16,6 +16,9 @@ from vllm_yoco.tools.cli import main
 KEEP = 25  # W + B of ced-tiny
 COMPACT = f"compact K={KEEP}"
 
+UNKNOWN = "--engine-flags='--bogus 3': vLLM does not take them: unrecognized arguments: --bogus 3"
+CACHING = "--engine-flags='--enable-prefix-caching': equal prompts"
+
 
 @pytest.mark.slow
 def test_command(tmp_path, monkeypatch, capsys):
@@ -69,13 +72,14 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert all(found["peak"]["peak"] >= found["peak"]["before"] > 0 for found in engines.values())
 
 
-@pytest.mark.parametrize("command", ["bench", "check", "error"])
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("command", "flags", "message"),
     [
-        ("--bogus 3", "--engine-flags='--bogus 3': vLLM does not take them: unrecognized arguments: --bogus 3"),
-        ("--block-size x", "--engine-flags='--block-size x': vLLM does not take them: argument --block-size"),
-        ("--seed 1 --enable-prefix-caching", "--engine-flags='--enable-prefix-caching': equal prompts"),
+        ("bench", "--bogus 3", UNKNOWN),
+        ("bench", "--block-size x", "--engine-flags='--block-size x': vLLM does not take them: argument --block-size"),
+        ("bench", "--seed 1 --enable-prefix-caching", CACHING),
+        ("check", "--enable-prefix-caching", CACHING),
+        ("error", "--bogus 3", UNKNOWN),
     ],
 )
 def test_engine_flags_are_checked_before_an_engine_starts(command, flags, message, capsys):

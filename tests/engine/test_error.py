@@ -16,7 +16,8 @@ from vllm_yoco.config import Truncation, YocoConfig, resolve_truncation
 from vllm_yoco.models.checkpoint import load_checkpoint
 from vllm_yoco.models.reference import DenseYoco
 from vllm_yoco.tools.check_inputs import random_prompts
-from vllm_yoco.tools.engine_process import EngineHost, EngineSpec
+from vllm_yoco.tools.cli import main
+from vllm_yoco.tools.engine_process import EngineError, EngineHost, EngineSpec
 from vllm_yoco.tools.error_backends import EngineBackend, ReferenceBackend
 from vllm_yoco.tools.error_study import measure
 
@@ -78,14 +79,16 @@ def test_command(model_dir, tmp_path):
     assert report["points"][0]["delta_max"] > 0.01 > 1e-5 > report["points"][1]["delta_max"]
 
 
-def test_engine_that_cannot_start(model_dir):
-    process = subprocess.run(
-        [sys.executable, "-m", "vllm_yoco.tools.cli", "error", model_dir("ced-tiny"), "--backend", "engine"]
-        + ["--keep-tokens", "min", "--engine-flags=--num-gpu-blocks-override 1"],
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert process.returncode == 1
-    assert process.stderr.splitlines()[-1].startswith("vllm-yoco error: ")
+def test_engine_that_fails(model_dir, monkeypatch, capsys):
+    """As test_check's that cannot start, which takes a real one."""
+
+    def fail(*args):
+        raise EngineError("the engine process ended with exit code 3", "its last words")
+
+    monkeypatch.setattr(EngineHost, "call", fail)
+    assert main(["error", model_dir("ced-tiny"), "--backend", "engine", "--keep-tokens", "min"]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "its last words",
+        "vllm-yoco error: the engine process ended with exit code 3. Details are above.",
+    ]
     assert Path(model_dir("ced-tiny")).is_dir()

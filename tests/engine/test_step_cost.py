@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.engine.conftest import random_prompt
-from tests.engine.harness import EngineConfig, Engines, Request, consumer_swa_groups, generate
+from tests.engine.harness import EngineConfig, Engines, Request, Result, consumer_swa_groups, generate
 from tests.engine.test_equivalence import ODD_KEEP
 from vllm_yoco.kv_cache import NoBlocksForDroppedRows
+from vllm_yoco.tools.bench_overhead import aligned_prompt_tokens
 
 SYNCHRONISING = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")
 """Operations that wait for a device: ``.item()``, ``bool(tensor)``, indices of unknown number."""
@@ -125,6 +127,56 @@ def test_decode_steps_of_a_batch_derive_once(engine, model_dir):
     requests = [Request(random_prompt(n, seed=n), tokens) for n, tokens in ((300, 8), (193, 4), (411, 8))]
     config = EngineConfig(model_dir("ced-tiny"), "compact", ODD_KEEP, 1024)
     assert engine.call(derivations, config, requests) == (8, 3)
+
+
+def generate_in_turns(engines: Engines, config: EngineConfig, requests: list[Request]) -> tuple[list[Result], int, int]:
+    """Job: serve, every other decode step without the plugin; the results, the steps, and those that it prepared."""
+    from vllm_yoco.batch import SubBatchBuilder
+    from vllm_yoco.tools.bench_overhead import PluginSwitch
+
+    llm = engines.get(config)
+    switch, scheduler = PluginSwitch(llm), llm.llm_engine.engine_core.engine_core.scheduler
+    step, prepare = llm.llm_engine.step, SubBatchBuilder.prepare
+    counts = {"steps": 0, "prepared": 0}
+
+    def in_turns() -> Any:
+        running = scheduler.running
+        decodes = running and not scheduler.waiting and all(r.num_output_tokens for r in running)
+        counts["steps"] += 1
+        if not decodes or counts["steps"] % 2:
+            return step()
+        switch.take_out()
+        try:
+            return step()
+        finally:
+            switch.put_back()
+
+    def counted(*args: Any) -> Any:
+        counts["prepared"] += 1
+        return prepare(*args)
+
+    llm.llm_engine.step, SubBatchBuilder.prepare = in_turns, counted
+    try:
+        return generate(engines, config, requests), counts["steps"], counts["prepared"]
+    finally:
+        del llm.llm_engine.step
+        SubBatchBuilder.prepare = prepare
+
+
+def test_steps_without_the_plugin_are_equal_where_s_keep_begins_a_block(engine, reference, model_dir):
+    """What `vllm-yoco bench --measure overhead` rests on. Control: one token later they are not."""
+    config = EngineConfig(model_dir("ced-tiny"), "compact", ODD_KEEP, options=(("disable_log_stats", False),))
+    for late in (0, 1):
+        lengths = [aligned_prompt_tokens(ODD_KEEP, n, config.block_size) + late for n in (100, 300)]
+        requests = [Request(random_prompt(n, seed=n), 30) for n in lengths]
+        results, steps, prepared = engine.call(generate_in_turns, config, requests)
+        assert steps - prepared >= 12 and prepared >= 12
+        with nullcontext() if not late else pytest.raises(AssertionError, match="L="):
+            for request, result in zip(requests, results, strict=True):
+                reference.check(config.model, request, result, ODD_KEEP)
+    # The switch leaves nothing behind.
+    request = Request(random_prompt(300, seed=1), 6)
+    reference.check(config.model, request, engine.generate(config, [request])[0], ODD_KEEP)
 
 
 @pytest.mark.parametrize("truncation", ["mask", "compact"])

@@ -13,6 +13,7 @@ from vllm_yoco.models.checkpoint import read_model_config
 from vllm_yoco.presets import model_presets
 from vllm_yoco.tools import bench, bench_report
 from vllm_yoco.tools.bench_engine import BenchEngine
+from vllm_yoco.tools.bench_overhead import added, aligned_prompt_tokens
 from vllm_yoco.tools.bench_report import AGAIN, REFERENCE
 from vllm_yoco.tools.bench_serve import Workload
 from vllm_yoco.tools.cli import main
@@ -215,6 +216,20 @@ def test_flags_that_nothing_reads_are_refused(name, capsys):
     assert f"{flag} 7: only --measure {readers[0]}" in capsys.readouterr().err
     for reader in readers:
         bench.take_defaults(_arguments(flag, "7"), ["prefill", reader])
+
+
+@pytest.mark.parametrize("keep", [1, 24, 129, 225, 509])
+def test_prompts_of_overhead_begin_a_block_at_s_keep(keep):
+    length = aligned_prompt_tokens(keep, 225, 32)
+    assert (length - keep) % 32 == 0 and length - keep >= 32
+    assert length >= 225 and (length < 225 + 32 or length == keep + 32)
+
+
+def test_overhead_is_that_of_pairs():
+    """By hand: a drift of 10 % a pair and 1 % added."""
+    without = [100 * 1.1**n for n in range(5)]
+    rounds = [{"with_ms": [1.01 * ms for ms in without[:4]], "without_ms": without}]
+    assert added(rounds) == [pytest.approx(0.01)]
 
 
 def test_interval_of_a_median() -> None:

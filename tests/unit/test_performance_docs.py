@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import json
 import re
+import shlex
 from pathlib import Path
+
+from vllm_yoco.tools import bench
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,3 +31,14 @@ def test_tables_are_those_of_the_files():
     start = next(script.BLOCK.finditer(page)).start()
     changed = page[:start] + re.sub(r"(?<=\n)( +)\d", r"\g<1>9", page[start:], count=1)
     assert changed != page and script.render(changed) == page
+
+
+def test_commands_give_the_arguments_that_were_recorded():
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    for path in (ROOT / "docs" / "performance").glob("*.json"):
+        recorded = json.loads(path.read_text(encoding="utf-8"))["arguments"]
+        name, command, *arguments = shlex.split(_script().command(recorded))
+        assert (name, command) == ("vllm-yoco", "bench")
+        parsed = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(parser.parse_args(arguments)).items()}
+        assert {k: v for k, v in parsed.items() if v is not None} == recorded

@@ -22,6 +22,7 @@ Measurements (``--measure``)
     hits       the longest L, over the length of a prefix-cache hit
     memory     peak memory of the longest prefill, KV blocks of a request, prompts that one pool admits
     steps      what the plugin takes to prepare a step, over requests and L
+    overhead   what the plugin adds to a decode step: one engine, every other step as without the plugin
     alternative    vLLM's KV-sharing fast prefill on a Gemma 4 of equal shape, for models without consumer windows
 
 The ceiling of a point is the speed-up of ``off`` if its consumer layers took only the share of their time that the
@@ -39,6 +40,7 @@ JSON (``--json``, or report.json in ``--out``):
     memory     {prompt_tokens, engines {name: {peak {before, peak: bytes}, admission {chunk: {...}}}}} or null
     steps      [{engine, requests, prompt_tokens, kind (prefill | decode), plugin, plugin_best, builders: seconds}]
                or null
+    overhead   [{engine, prompt_tokens, batch, rounds [{with_ms, without_ms: of each step}]}] or null
 
 Exit code: 0; 1 if an engine failed; 2 for wrong arguments.
 """
@@ -56,9 +58,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_yoco.config import Truncation
-from vllm_yoco.tools import bench_engine, bench_report
+from vllm_yoco.tools import bench_engine, bench_overhead, bench_report
 from vllm_yoco.tools.arguments import numbers, positive, positives, two_or_more
 from vllm_yoco.tools.bench_engine import BenchEngine
+from vllm_yoco.tools.bench_overhead import aligned_prompt_tokens
 from vllm_yoco.tools.bench_report import AGAIN, REFERENCE
 from vllm_yoco.tools.bench_serve import CLOCKS, Workload
 from vllm_yoco.tools.check_inputs import MODEL_HELP, open_model, resolve_keeps
@@ -70,7 +73,7 @@ if TYPE_CHECKING:
 
 HELP = "measure TTFT, TPOT, throughput and memory with and without truncation, side by side"
 
-MEASURES = ("prefill", "chunks", "decode", "traffic", "hits", "memory", "steps", "alternative")
+MEASURES = ("prefill", "chunks", "decode", "traffic", "hits", "memory", "steps", "overhead", "alternative")
 MODES = ("stock", "off", "mask", "compact")
 
 PROMPT_TOKENS = (512, 1024, 2048, 4096, 8192)
@@ -83,11 +86,11 @@ MIXED_SHARES = (1 / 8, 1 / 2, 1 / 4, 1, 1 / 16, 3 / 4, 3 / 8, 3 / 16)
 HIT_SHARES = (0.0, 0.25, 0.5, 0.75)
 SPECIAL: dict[str, tuple[tuple[str, ...], Any]] = {
     "chunk_tokens": (("chunks",), None),
-    "batches": (("decode",), DECODE_BATCHES),
+    "batches": (("decode", "overhead"), DECODE_BATCHES),
     "concurrency": (("traffic", "steps"), CONCURRENCY),
     "step_tokens": (("traffic", "memory"), 2048),
     "hit_tokens": (("hits",), None),
-    "output_tokens": (("decode", "traffic"), 64),
+    "output_tokens": (("decode", "overhead", "traffic"), 64),
 }
 """Flags that only some measurements read: which, and the default."""
 ADMISSION_PROMPTS, ADMISSION_REQUESTS = 6, 48
@@ -134,10 +137,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="L,...",
         type=positives,
         help="lengths (default: 512 to 8192, as far as the model goes). prefill, alternative and steps take all of"
-        f" them, the others the longest; decode always {DECODE_PROMPT_TOKENS}",
+        f" them, the others the longest; decode {DECODE_PROMPT_TOKENS}, overhead about as many",
     )
     parser.add_argument("--chunk-tokens", metavar="C,...", type=positives, help="chunks: sizes (default: L/1 to L/16)")
-    parser.add_argument("--batches", metavar="N,...", type=positives, help="decode: sizes (default: 1,8)")
+    parser.add_argument("--batches", metavar="N,...", type=positives, help="decode, overhead: sizes (default: 1,8)")
     parser.add_argument(
         "--concurrency",
         metavar="N,...",
@@ -148,7 +151,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step-tokens", metavar="C", type=positive, help="traffic, memory: rows a step may take (default: 2048)"
     )
     parser.add_argument("--hit-tokens", metavar="H,...", type=numbers, help="hits: lengths (default: 0 to 3/4 L)")
-    parser.add_argument("--output-tokens", metavar="N", type=two_or_more, help="decode, traffic (default: 64)")
+    parser.add_argument("--output-tokens", metavar="N", type=two_or_more, help="but for prefills (default: 64)")
     parser.add_argument("--repeats", metavar="N", type=positive, default=3, help="rounds (default: 3)")
     parser.add_argument(
         "--clock", choices=list(CLOCKS), default="wall", help="cpu: time computed, for shared machines"
@@ -261,11 +264,12 @@ def _measure(
         "points": [],
         "memory": None,
         "steps": None,
+        "overhead": None,
     }
     groups = {
         ("prefill", "chunks", "decode", "traffic"): plain,
         ("hits",): {name: replace(spec, prefix_caching=True) for name, spec in plain.items() if name != "stock"},
-        ("memory", "steps"): {name: spec for name, spec in plain.items() if name not in ("stock", AGAIN)},
+        ("memory", "steps", "overhead"): {name: spec for name, spec in plain.items() if name not in ("stock", AGAIN)},
     }
     wanted_groups = {
         tuple(measure for measure in group if measure in measures): engines for group, engines in groups.items()
@@ -281,6 +285,8 @@ def _measure(
                 results["memory"] = _memory(bench, args, config)
             if "steps" in wanted:
                 results["steps"] = _steps(bench, args)
+            if "overhead" in wanted:
+                results["overhead"] = _overhead(bench, args)
     if "alternative" in measures:
         from vllm_yoco.tools import bench_gemma
 
@@ -511,3 +517,21 @@ def _steps(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
         for requests in sorted({1, max(args.concurrency)})
         for length in sorted(set(args.prompt_tokens))
     ]
+
+
+def _overhead(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
+    found = []
+    for name, spec in bench.engines.items():
+        if spec.truncation not in ("mask", "compact"):
+            continue
+        length = aligned_prompt_tokens(spec.keep_tokens, DECODE_PROMPT_TOKENS - spec.block_size + 1, spec.block_size)
+        if length + args.output_tokens > spec.max_model_len:
+            raise ValueError(
+                f"--measure overhead: K={spec.keep_tokens} takes prompts of {length} tokens. Give a length of"
+                f" --prompt-tokens of at least {length}, which sizes the engine, or a smaller --keep-tokens."
+            )
+        for batch in args.batches:
+            workload = Workload((length,) * batch, args.output_tokens, batch, seed=args.seed, clock=args.clock)
+            measured = bench.call(name, bench_overhead.decode_overhead, workload, args.repeats)
+            found.append({"engine": name, "prompt_tokens": length, "batch": batch, **measured})
+    return found

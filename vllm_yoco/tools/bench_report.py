@@ -11,6 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from vllm_yoco.model_cost import Prefill, YocoCost, layer_rows
+from vllm_yoco.tools.bench_overhead import added
 from vllm_yoco.tools.report import Number, json_document, new_figure, percent, table
 
 if TYPE_CHECKING:
@@ -184,6 +185,8 @@ def sections(results: Mapping[str, Any]) -> list[tuple[str, str]]:
         found.append(("Memory", _memory_table(results["memory"])))
     if results["steps"]:
         found.append(("Preparation of a step", _steps_table(results["steps"])))
+    if results.get("overhead"):
+        found.append(("A decode step with and without the plugin, on one engine", _overhead_table(results["overhead"])))
     return found
 
 
@@ -402,6 +405,28 @@ def _steps_table(steps: Sequence[Mapping[str, Any]]) -> str:
         for s in steps
     ]
     return table(("engine", "step", "requests", "L", "plugin best, ms", "median, ms", "builders, ms"), rows)
+
+
+def _overhead_table(overhead: Sequence[Mapping[str, Any]]) -> str:
+    rows = []
+    for o in overhead:
+        shares = added(o["rounds"])
+        interval = median_interval(shares)
+        with_ms, without_ms = (median(ms for r in o["rounds"] for ms in r[key]) for key in ("with_ms", "without_ms"))
+        rows.append(
+            (
+                *(o[key] for key in ("engine", "prompt_tokens", "batch")),
+                sum(len(r["with_ms"]) for r in o["rounds"]),
+                without_ms,
+                with_ms,
+                Number(f"{median(shares):+.2%}"),
+                interval and Number(f"{interval[0]:+.2%} to {interval[1]:+.2%}"),
+            )
+        )
+    return table(
+        ("engine", "L", "batch", "steps of each", "without, ms", "with, ms", "added, paired", "95 %"),
+        rows,
+    )
 
 
 def _mb(size: int) -> Number:

@@ -79,16 +79,21 @@ class Serving:
         self._last: dict[str, float] = {}
         self._decode_ms: list[float] = []
 
+    @property
+    def decodes(self) -> bool:
+        """The next step computes no row of a prompt."""
+        joins = self._waiting and self._in_flight < self._workload.concurrency
+        return bool(self._outcomes) and not joins and len(self._last) == len(self._outcomes)
+
     def step(self) -> bool:
         """One step of the engine; False when no request is left."""
-        begin = self._clock()
+        decodes, begin = self.decodes, self._clock()
         self._add_requests(self._seconds)
-        all_past_prompts = len(self._last) == len(self._outcomes)
         answers = self._engine.step()
         took = self._clock() - begin
         self._seconds += took
         self._num_steps += 1
-        if all_past_prompts:
+        if decodes:
             self._decode_ms.append(took * 1000)
         for answer in answers:
             self._record(answer)

@@ -1,0 +1,129 @@
+"""What the plugin adds to a decode step, measured on one engine: every other step runs as vLLM alone would run it.
+
+Two engines with the same code differ by a percent or more for as long as they live, by where their weights lie in
+memory, which is more than decode costs here. One engine is compared with itself instead. If s_keep is a multiple of the
+block size, the cells of the consumers' windows lie where they lie without the plugin, so past the prompt a step may run
+either way, with equal outcome: ``PluginSwitch`` takes out everything that the plugin has put into a decode step, and
+puts it back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from vllm_yoco.tools.bench_engine import BenchEngine, get
+from vllm_yoco.tools.bench_serve import Serving, Workload
+from vllm_yoco.tools.engine_process import Engines
+
+
+def aligned_prompt_tokens(keep_tokens: int, at_least: int, block_size: int) -> int:
+    """The shortest L from ``at_least`` on whose s_keep = L - K is a multiple of the block size above 0, in tokens."""
+    return keep_tokens + max(1, -(-(at_least - keep_tokens) // block_size)) * block_size
+
+
+class PluginSwitch:
+    """Takes the plugin's part in a decode step out of one engine of this process, and puts it back.
+
+    That is the sub-batch builder's hook in the model runner, the window view of the metadata builders, the clearing of
+    new blocks in the layers, and what wraps the scheduler and its KV cache managers.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        from vllm.model_executor.layers.attention import Attention
+        from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+        from vllm_yoco.attention import ClippedBuilderMixin, ConsumerSlidingAttention
+        from vllm_yoco.models.state import YocoModelState
+
+        core = llm.llm_engine.engine_core.engine_core
+        runner = llm.collective_rpc(_runner)[0]
+        plain: list[tuple[Any, str, type]] = []
+        """Objects, a method that the plugin's class of theirs overrides, and the class whose method vLLM would run."""
+        state = getattr(runner, "model_state", None)
+        if isinstance(state, YocoModelState):
+            plain.append((state, "prepare_attn", DefaultModelState))
+        for group in [group for groups in runner.attn_groups for group in groups]:
+            plain += [
+                (builder, "build", type(builder).__bases__[1])
+                for builder in group.metadata_builders
+                if isinstance(builder, ClippedBuilderMixin)
+            ]
+        plain += [
+            (layer, "forward", Attention)
+            for layer in runner.model.modules()
+            if isinstance(layer, ConsumerSlidingAttention)
+        ]
+        self._plain = [(owner, name, getattr(base, name).__get__(owner)) for owner, name, base in plain]
+        if not isinstance(state, YocoModelState):
+            original = type(runner)._build_attention_metadata.__wrapped__.__get__(runner)
+            self._plain.append((runner, "_build_attention_metadata", original))
+        manager = core.scheduler.kv_cache_manager
+        self._wrapped = [
+            (owner, name, value)
+            for owner in (core.scheduler, manager, manager.coordinator, *manager.coordinator.single_type_managers)
+            for name, value in vars(owner).items()
+            if callable(value) and getattr(value, "__module__", "").startswith("vllm_yoco.")
+        ]
+        """What the plugin put over methods of one object."""
+
+    def take_out(self) -> None:
+        """Until ``put_back``, steps may decode only, and only requests whose s_keep begins a block."""
+        for owner, name, method in self._plain:
+            setattr(owner, name, method)
+        for owner, name, _ in self._wrapped:
+            delattr(owner, name)
+
+    def put_back(self) -> None:
+        for owner, name, _ in self._plain:
+            delattr(owner, name)
+        for owner, name, value in self._wrapped:
+            setattr(owner, name, value)
+
+
+def decode_overhead(engines: Engines, spec: BenchEngine, workload: Workload, repeats: int) -> dict[str, Any]:
+    """Serve the requests ``repeats`` times, every other decode step without the plugin.
+
+    Args:
+        workload: prompts of ``aligned_prompt_tokens``, all in flight at once.
+
+    Returns:
+        ``rounds``: for each, ``with_ms`` and ``without_ms``, the time of each decode step. The first step of a round
+        is one with the plugin in even rounds.
+    """
+    # As a server has it: the plugin's counters are part of a step.
+    counting = replace(spec, name=f"{spec.name}, counting", options=(*spec.options, ("disable_log_stats", False)))
+    llm = get(engines, counting)
+    llm.llm_engine.engine_core.engine_core.scheduler.max_num_scheduled_tokens = counting.max_model_len
+    prompts = workload.prompts(llm.model_config.get_vocab_size())
+    Serving(llm.llm_engine, prompts, workload).run()  # unmeasured
+    switch = PluginSwitch(llm)
+    rounds = []
+    for repeat in range(repeats):
+        serving, plain = Serving(llm.llm_engine, prompts, workload), repeat % 2 == 1
+        first, alive = plain, True
+        while alive:
+            without = serving.decodes and plain
+            plain ^= serving.decodes
+            if without:
+                switch.take_out()
+            try:
+                alive = serving.step()
+            finally:
+                if without:
+                    switch.put_back()
+        times = serving.metrics()["decode_step_ms"]
+        rounds.append({"with_ms": times[first::2], "without_ms": times[not first :: 2]})
+    return {"rounds": rounds}
+
+
+def _runner(worker: Any) -> Any:
+    return worker.model_runner
+
+
+def added(rounds: list[dict[str, list[float]]]) -> list[float]:
+    """Of each round the share that the plugin adds to a decode step: the median over pairs of consecutive steps."""
+    return [
+        median(w / o - 1 for w, o in zip(r["with_ms"], r["without_ms"], strict=False)) for r in rounds
+    ]  # of an odd number of steps one is left over

@@ -36,7 +36,7 @@ JSON (``--json``, or report.json in ``--out``):
     points     [{measure, prompt_tokens [L], output_tokens, chunk_tokens (null: all), concurrency, hit_tokens,
                series {name: {runs [fields of vLLM's BenchmarkMetrics, decode_step_ms, cached_tokens], ratios,
                spread, speedup, ...}}, noise,
-               parts {engine: {part: seconds}}, ceilings {engine: {measured, flops, rows}}}]
+               parts {engine: {part: seconds, the least of --part-runs}}, ceilings {engine: {measured, flops, rows}}}]
     memory     {prompt_tokens, engines {name: {peak {before, peak: bytes}, admission {chunk: {...}}}}} or null
     steps      [{engine, requests, prompt_tokens, kind (prefill | decode), plugin, plugin_best, builders: seconds}]
                or null
@@ -153,6 +153,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hit-tokens", metavar="H,...", type=numbers, help="hits: lengths (default: 0 to 3/4 L)")
     parser.add_argument("--output-tokens", metavar="N", type=two_or_more, help="but for prefills (default: 64)")
     parser.add_argument("--repeats", metavar="N", type=positive, default=3, help="rounds (default: 3)")
+    parser.add_argument(
+        "--part-runs", metavar="N", type=positive, default=1, help="runs with timers; of each part the least counts"
+    )
     parser.add_argument(
         "--clock", choices=list(CLOCKS), default="wall", help="cpu: time computed, for shared machines"
     )
@@ -311,7 +314,9 @@ def _serve_points(
     for repeat, index in progress(turns, "measuring"):
         _round(bench, points[index], repeat, runs[index])
     served = list(zip(points, runs, strict=True))
-    results["points"] += [_point(bench, point, found, cost) for point, found in progress(served, "timing parts")]
+    results["points"] += [
+        _point(bench, point, found, cost, args.part_runs) for point, found in progress(served, "timing parts")
+    ]
 
 
 def _describe(bench: Bench) -> dict[str, Any]:
@@ -455,15 +460,15 @@ def _round(bench: Bench, point: Point, repeat: int, runs: dict[str, list[dict[st
         turn += 1
 
 
-def _point(bench: Bench, point: Point, runs: dict[str, list[dict[str, Any]]], cost: Any) -> dict[str, Any]:
-    """What the runs of one point say; serves it once more with timers."""
+def _point(
+    bench: Bench, point: Point, runs: dict[str, list[dict[str, Any]]], cost: Any, part_runs: int
+) -> dict[str, Any]:
+    """What the runs of one point say; serves it again with timers."""
     timed = {}
     if point.measure != "hits":
-        timed = {
-            name: bench.call(name, bench_engine.parts, point.workload)
-            for name, spec in bench.engines.items()
-            if spec.truncation != "mask" and name not in ("stock", AGAIN)
-        }
+        names = [n for n, s in bench.engines.items() if s.truncation != "mask" and n not in ("stock", AGAIN)]
+        turns = [{n: bench.call(n, bench_engine.parts, point.workload) for n in names} for _ in range(part_runs)]
+        timed = {name: bench_report.least([turn[name] for turn in turns]) for name in names}
     workload = point.workload
     return bench_report.point(
         {

@@ -65,9 +65,17 @@ def _count_steps(scheduler: Any, truncation: Any, cap: Any) -> None:
     counters = CounterFile(scheduler.vllm_config.instance_id)
     schedule = scheduler.schedule
 
+    in_prompt: set[str] = set()
+    """Requests that have rows of their prompts to compute, and some that no longer have."""
+
     def counted(*args: Any, **kwargs: Any) -> Any:
         output = schedule(*args, **kwargs)
         cached = output.scheduled_cached_reqs
+        in_prompt.update(request.req_id for request in output.scheduled_new_reqs)
+        in_prompt.update(cached.resumed_req_ids)
+        if not in_prompt:  # the common step, whose time counts
+            return output
+        in_prompt.difference_update(output.finished_req_ids)
         starts = {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
         starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         # Connectors keep placeholders computed, and so do decodes beside them; see SubBatchBuilder.build.
@@ -76,6 +84,7 @@ def _count_steps(scheduler: Any, truncation: Any, cap: Any) -> None:
             request = scheduler.requests[req_id]
             if start >= request.num_prompt_tokens:
                 may_idle = False
+                in_prompt.discard(req_id)
                 continue
             full = keeps_every_row(request.sampling_params, truncation.prompt_logprobs)
             keep = request.num_prompt_tokens if full else truncation.keep_tokens

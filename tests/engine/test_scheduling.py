@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from tests.engine.harness import (
 from tests.engine.poison import model_worker
 from tests.engine.test_equivalence import MODES, ODD_KEEP, WINDOW, check, requests
 from tests.engine.traffic import Arrival, Served, serve
-from vllm_yoco import integrity
+from vllm_yoco import counters, integrity
 from vllm_yoco.testing.runner_v2_cpu import ENV_ASYNC
 
 # The longest request (512 tokens) needs 16 blocks of global KV and 6 of consumer SWA.
@@ -78,6 +79,37 @@ def test_resumed_alone(engine, reference, model_dir, truncation, prefix_caching)
     [step] = [step for step in served.steps if step.resumed]
     assert set(step.rows) == step.resumed == {1}
     assert step.start[1] == ((215 - ODD_KEEP) // 32 * 32 if prefix_caching else 0)
+
+
+def serve_and_count(
+    engines: Engines, config: EngineConfig, arrivals: tuple[Arrival, ...]
+) -> tuple[Served, dict[str, int]]:
+    """Job: serve; what the plugin's counters have grown by."""
+    instance = engines.get(config).llm_engine.vllm_config.instance_id
+    before = counters.read(instance)
+    served = serve(engines, config, arrivals)
+    return served, {name: value - before[name] for name, value in counters.read(instance).items()}
+
+
+@pytest.mark.parametrize("abort", [False, True])
+@pytest.mark.parametrize("truncation", MODES)
+def test_counters_follow_preemption(engine, model_dir, truncation, abort):
+    """Prompt rows that a resumed request computes again count again; rows of its output never do."""
+    statistics = (("disable_log_stats", False),)
+    config = EngineConfig(model_dir("ced-tiny"), truncation, ODD_KEEP, options=statistics, **SMALL)
+    arrivals = CROSSING if not abort else (replace(CROSSING[0], abort_at=12), *CROSSING[1:])
+    served, counted = engine.call(serve_and_count, config, arrivals)
+    lengths = [len(arrival.request.prompt) for arrival in arrivals]
+    expected = dict.fromkeys(counters.NAMES, 0)
+    for step in served.steps:
+        chunks = [
+            (step.start[i], rows, lengths[i], ODD_KEEP) for i, rows in step.rows.items() if step.start[i] < lengths[i]
+        ]
+        if chunks:
+            found = counters.step_rows(chunks, truncation, may_idle=len(chunks) == len(step.rows))
+            expected = {name: value + found[name] for name, value in expected.items()}
+    assert counted == expected
+    assert sum(served.preemptions) >= 1 and counted["scheduled"] > sum(lengths)
 
 
 def test_preempted_off(engine, reference, model_dir):

@@ -61,12 +61,16 @@ class WindowView:
     in_place: bool = False
 
     def seq_lens(self, seq_lens: torch.Tensor) -> torch.Tensor:
-        shifted = seq_lens - self.shift[: seq_lens.shape[0]]
-        return shifted if self.empty is None else shifted.masked_fill_(self.empty[: seq_lens.shape[0]], 1)
+        num_reqs = seq_lens.shape[0]
+        shift = self.shift if self.shift.shape[0] == num_reqs else self.shift[:num_reqs]
+        shifted = seq_lens - shift
+        return shifted if self.empty is None else shifted.masked_fill_(self.empty[:num_reqs], 1)
 
     def seq_lens_cpu(self, seq_lens: torch.Tensor) -> torch.Tensor:
+        num_reqs = seq_lens.shape[0]
+        shifted = seq_lens - (self.shift_cpu if self.shift_cpu.shape[0] == num_reqs else self.shift_cpu[:num_reqs])
         # An upper bound, never 0: an empty request shows one key of the null block.
-        return (seq_lens - self.shift_cpu[: seq_lens.shape[0]]).clamp_(min=1)
+        return shifted if self.empty is None else shifted.clamp_(min=1)
 
     def block_table(self, block_table: torch.Tensor, block_size: int) -> torch.Tensor:
         if self.cut_tokens is None:

@@ -19,8 +19,6 @@ attention-metadata dict under ``STEP_KEY``: nothing stays on the model, and dumm
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -155,20 +153,17 @@ class SubBatchBuilder:
             sizes = self._buffers, self._max_reqs, self._max_rows
             self._prepared = PreparedStep(step, self._keep_start, self._block_size, self._truncation, *sizes)
 
-    @contextmanager
-    def viewing(self, prepared: PreparedStep | None) -> Iterator[None]:
-        """While the runner builds the full batch's metadata, its consumer SWA builders see the step's view."""
+    def show(self, prepared: PreparedStep | None) -> None:
+        """Make the runner's consumer SWA builders see the step's view, until the next call; None: the batch as it is.
+
+        For the time in which the runner builds the full batch's metadata.
+        """
         unread = prepared is not None and prepared.plan is not None
         view = None if prepared is None or unread else prepared.view
-        builders = [builder for group in self._swa_groups for builder in group.metadata_builders]
-        for builder in builders:
-            assert isinstance(builder, ClippedBuilderMixin)
-            builder.view, builder.unread = view, unread
-        try:
-            yield
-        finally:
-            for builder in builders:
-                builder.view, builder.unread = None, False
+        for group in self._swa_groups:
+            for builder in group.metadata_builders:
+                assert isinstance(builder, ClippedBuilderMixin)
+                builder.view, builder.unread = view, unread
 
     def build(self, prepared: PreparedStep | None) -> ConsumerStep | None:
         """The sub-batch of a prepared step; None when every row is kept."""

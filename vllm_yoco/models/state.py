@@ -46,10 +46,13 @@ class YocoModelState(DefaultModelState):
         builder = self._builder
         builder.bind(attn_groups)
         prepared = builder.prepare(self._step_inputs(input_batch, cudagraph_mode, block_tables, slot_mappings))
-        with builder.viewing(prepared):
+        builder.show(prepared)
+        try:
             attn_metadata = super().prepare_attn(
                 input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, *args, **kwargs
             )
+        finally:
+            builder.show(None)
         step = builder.build(prepared)
         if step is not None:
             attn_metadata[STEP_KEY] = step

@@ -349,8 +349,8 @@ def step_preparation(
                         timer.wrap(clipped, "_fresh_blocks", "view")
                 begin = CLOCKS[clock]()
                 prepared = builder.prepare(step)
-                with builder.viewing(prepared):
-                    pass
+                builder.show(prepared)
+                builder.show(None)
                 builder.build(prepared)
                 seconds = CLOCKS[clock]() - begin
             found["builders"].append(timer.seconds.get("builders", 0.0) - timer.seconds.get("view", 0.0))

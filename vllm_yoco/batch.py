@@ -172,7 +172,7 @@ class SubBatchBuilder:
         step, plan, rows = prepared.step, prepared.plan, prepared.rows
         compact = self._truncation.mode == "compact"
         # Connectors that save layer by layer are called from attention layers.
-        if compact and prepared.wholly_below.all() and not has_kv_transfer_group():
+        if compact and prepared.has_placeholders and prepared.wholly_below.all() and not has_kv_transfer_group():
             return ConsumerStep(rows[:0], prepared.positions[:0], empty=None, compact=True, forward_context=None)
         num_reqs, num_rows = len(step.start), len(plan.rows)
         cu_seqlens, seq_lens_cpu = plan.cu_seqlens.astype(np.int32), step.seq_lens_cpu[:num_reqs]

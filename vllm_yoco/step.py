@@ -64,6 +64,7 @@ class PreparedStep:
     Attributes (those of [T'] only with a plan):
         keep_start: [R] s_keep.
         wholly_below: [R] bool, requests whose chunk ends at or below s_keep: all that remains is a placeholder.
+        has_placeholders: whether there is one.
         view: how consumer SWA kernels see the batch; None without consumer SWA.
         plan: the kept rows; None where no row drops.
         rows: [T'] device int64, index of each kept row in the full batch.
@@ -90,6 +91,7 @@ class PreparedStep:
         query_lens = step.query_start_loc[1:] - step.query_start_loc[:-1]
         self._end = step.start + query_lens
         self.wholly_below = self._end <= keep_start
+        self.has_placeholders = bool(self.wholly_below.any())
         self.plan: KeptRows | None = None
         self.placeholders: torch.Tensor | None = None
         self._below: torch.Tensor | None = None
@@ -114,15 +116,19 @@ class PreparedStep:
         if not reaches_below.any():
             # The common step of decodes past their window: lengths shift, block tables stand.
             return WindowView(*self._shift(rebase))
-        end, empty = self._end, self.wholly_below
-        clipped = reaches_below & ~empty
-        cut = (keep_start - rebase) * clipped
-        shift = cut + rebase * ~empty
+        cut = (keep_start - rebase) * reaches_below
+        shift, empty = cut + rebase, None
+        if self.has_placeholders:
+            seeing = ~self.wholly_below
+            cut, shift = cut * seeing, shift * seeing
+            empty = self._put("empty", self._padded(self.wholly_below))
+        # Of a request that sees nothing the lengths are not read, and its shift of 0 would make it the longest.
+        lengths = self._end - shift if empty is None else np.where(self.wholly_below, 1, self._end - shift)
         return WindowView(
             *self._shift(shift),
             cut_tokens=self._put("cut", self._padded(cut)),
-            empty=self._put("empty", self._padded(empty)) if empty.any() else None,
-            table_tokens=int(np.where(empty, 1, end - shift).max()),
+            empty=empty,
+            table_tokens=int(lengths.max()),
             in_place=step.in_graph,
         )
 
@@ -142,7 +148,7 @@ class PreparedStep:
     def _find_placeholders(self) -> torch.Tensor | None:
         """See the class; a kept row lies below s_keep only where its whole chunk does."""
         assert self.plan is not None
-        if not self.wholly_below.any():
+        if not self.has_placeholders:
             return None
         placeholder = np.zeros(len(self.plan.rows), dtype=bool)
         placeholder[self.plan.cu_seqlens[1:][self.wholly_below] - 1] = True

@@ -88,13 +88,14 @@ class ClippedBuilderMixin:
     """Applies the step's ``WindowView`` before the platform's builder sees the batch.
 
     ``view`` is set by whoever builds the step's metadata and lives only for that call; without one (``off``,
-    profile and dummy batches, steps of short prompts) the batch passes through unchanged. ``unread`` is set likewise
-    where no layer will read the metadata, because the step has a sub-batch.
+    profile and dummy batches, steps of short prompts) the batch passes through unchanged. ``fresh`` is cleared likewise
+    where nobody needs to look for fresh blocks: no layer will read the metadata, because the step has a sub-batch, or
+    it is known that there are none.
     """
 
     supports_update_block_table = False
     view: WindowView | None = None
-    unread = False
+    fresh = True
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, *args: Any, **kwargs: Any
@@ -108,7 +109,7 @@ class ClippedBuilderMixin:
             common_attn_metadata = common_attn_metadata.replace(seq_lens=stable.copy_(common_attn_metadata.seq_lens))
         built = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)  # type: ignore[misc]
         if self.device.type == "cpu":  # type: ignore[attr-defined]
-            built.fresh_blocks = None if self.unread else self._fresh_blocks(common_attn_metadata)
+            built.fresh_blocks = self._fresh_blocks(common_attn_metadata) if self.fresh else None
         return built
 
     def _fresh_blocks(self, common: CommonAttentionMetadata) -> torch.Tensor | None:

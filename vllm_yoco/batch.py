@@ -158,12 +158,14 @@ class SubBatchBuilder:
 
         For the time in which the runner builds the full batch's metadata.
         """
-        unread = prepared is not None and prepared.plan is not None
-        view = None if prepared is None or unread else prepared.view
+        view, fresh = None, True
+        if prepared is not None:
+            unread = prepared.plan is not None
+            view, fresh = None if unread else prepared.view, not (unread or prepared.begins_no_block)
         for group in self._swa_groups:
             for builder in group.metadata_builders:
                 assert isinstance(builder, ClippedBuilderMixin)
-                builder.view, builder.unread = view, unread
+                builder.view, builder.fresh = view, fresh
 
     def build(self, prepared: PreparedStep | None) -> ConsumerStep | None:
         """The sub-batch of a prepared step; None when every row is kept."""

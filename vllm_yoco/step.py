@@ -66,6 +66,7 @@ class PreparedStep:
         wholly_below: [R] bool, requests whose chunk ends at or below s_keep: all that remains is a placeholder.
         has_placeholders: whether there is one.
         view: how consumer SWA kernels see the batch; None without consumer SWA.
+        begins_no_block: no row is the first of a block of consumer SWA; False if that is not known on the host.
         plan: the kept rows; None where no row drops.
         rows: [T'] device int64, index of each kept row in the full batch.
         positions: [T'] device int64, absolute position of each.
@@ -95,6 +96,7 @@ class PreparedStep:
         self.plan: KeptRows | None = None
         self.placeholders: torch.Tensor | None = None
         self._below: torch.Tensor | None = None
+        self.begins_no_block = False
         self._shifts: dict[int, np.ndarray] = {}
         window = truncation.topology.consumer_window
         if (step.start < keep_start).any():
@@ -181,9 +183,18 @@ class PreparedStep:
         else:
             shift = self._buffers.put("row_shift", shift, self._max_rows)
         slots = slots[:num_rows]
-        moved = _rebased(slots, positions[:num_rows] + shift, table, below, self._block_size)
+        cells = positions[:num_rows] + shift
+        block = cells // self._block_size
+        offset = cells - block * self._block_size
+        # Cells of rows below s_keep may be another request's or negative; what they get is overruled in the end.
+        moved = table.reshape(-1).take(block) * self._block_size + offset
+        no_cell = slots < 0
+        if below is not None:
+            no_cell |= below
+        moved[no_cell] = PAD_SLOT_ID
         if self.plan is None:
             slots[:] = moved
+            self.begins_no_block = self._buffers.on_host and bool(offset.all())
         else:
             self.kept_slots[group_id] = torch.from_numpy(moved) if self._buffers.on_host else moved
 
@@ -195,19 +206,3 @@ class PreparedStep:
             found = self._shifts[num_columns] = first - self._rebase
         return found
 
-
-def _rebased(slots: Any, cells: Any, table: Any, below: Any, block_size: int) -> Any:
-    """[T] the slots of T cells (``PreparedStep._table_shift``); arrays or tensors alike.
-
-    Args:
-        slots: [T] what vLLM computed; a negative one stays without a cell.
-        below: [T] bool, rows below s_keep; None for none. Their cell may be that of another request, or negative.
-    """
-    block = cells // block_size
-    moved = (table.reshape(-1).take(block) - block) * block_size
-    moved += cells
-    no_cell = slots < 0
-    if below is not None:
-        no_cell |= below
-    moved[no_cell] = PAD_SLOT_ID
-    return moved

@@ -114,6 +114,16 @@ def test_steps_that_drop_nothing_are_rewritten_in_place(in_graph):
     assert slots.tolist() == [*dropped, *(11 * BLOCK + n for n in range(4)), 25 * BLOCK]
 
 
+@pytest.mark.parametrize(("start", "none"), [([11, 18], True), ([10, 18], False), ([11, 17], False), ([10, 17], False)])
+def test_steps_that_begin_no_block_are_known(start, none):
+    """s_keep is 6 and 13: blocks begin at 10 and 17. What the device alone knows is not waited for."""
+    for on_host in (True, False):
+        prepared, _ = _prepare(start, [1, 1], [10, 17], in_graph=False)
+        prepared._buffers.on_host = on_host
+        prepared.rewrite_slots(0)
+        assert prepared.begins_no_block == (none and on_host)
+
+
 @pytest.mark.parametrize("on_host", [True, False])
 def test_both_paths_write_the_same_slots(on_host):
     prepared, step = _prepare([0, 20, 3], [10, 1, 9], [10, 20, 15], in_graph=False)

@@ -71,11 +71,11 @@ def _count_steps(scheduler: Any, truncation: Any, cap: Any) -> None:
     def counted(*args: Any, **kwargs: Any) -> Any:
         output = schedule(*args, **kwargs)
         cached = output.scheduled_cached_reqs
+        in_prompt.difference_update(output.finished_req_ids)  # first: an id may be used again at once
         in_prompt.update(request.req_id for request in output.scheduled_new_reqs)
         in_prompt.update(cached.resumed_req_ids)
         if not in_prompt:  # the common step, whose time counts
             return output
-        in_prompt.difference_update(output.finished_req_ids)
         starts = {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
         starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         # Connectors keep placeholders computed, and so do decodes beside them; see SubBatchBuilder.build.

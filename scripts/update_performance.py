@@ -43,6 +43,9 @@ def command(arguments: dict[str, Any]) -> str:
     for name, value in arguments.items():
         if name == "model" or value == parser.get_default(name):
             continue
+        if name == "engine_flags":
+            words.append(f"--engine-flags={shlex.join(value)}")
+            continue
         words.append(f"--{name.replace('_', '-')}")
         if value is not True:
             words.append(",".join(map(str, value)) if isinstance(value, list) else str(value))

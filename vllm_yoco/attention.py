@@ -69,7 +69,7 @@ class WindowView:
     def seq_lens_cpu(self, seq_lens: torch.Tensor) -> torch.Tensor:
         num_reqs = seq_lens.shape[0]
         shifted = seq_lens - (self.shift_cpu if self.shift_cpu.shape[0] == num_reqs else self.shift_cpu[:num_reqs])
-        # An upper bound, never 0: an empty request shows one key of the null block.
+        # An upper bound; an empty request shows one key of the null block.
         return shifted if self.empty is None else shifted.clamp_(min=1)
 
     def block_table(self, block_table: torch.Tensor, block_size: int) -> torch.Tensor:

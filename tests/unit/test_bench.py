@@ -185,6 +185,9 @@ def test_points(cost):
         (["--prompt-tokens", "99999999"], "--prompt-tokens 99999999: must be at most 4032"),
         (["--measure", "hits", "--prompt-tokens", "64", "--hit-tokens", "9,64"], "--hit-tokens 64: must be less than"),
         (["--keep-tokens", "3"], "must be at least W + B"),
+        (["--measure", "overhead", "--output-tokens", "2"], "--output-tokens 2: --measure overhead compares two"),
+        (["--measure", "overhead", "--modes", "off"], "--measure overhead: nothing is added without a mode"),
+        (["--measure", "overhead", "--keep-tokens", "600", "--prompt-tokens", "512"], "K=600 takes prompts of 632"),
         (["--one-process", "--measure", "memory"], "--one-process: --measure memory and alternative need a process"),
         (["--measure", "alternative"], "--measure alternative: consumer layers of this model have a sliding window"),
     ],
@@ -232,6 +235,21 @@ def test_prompts_of_overhead_begin_a_block_at_s_keep(keep):
 def test_least_of_each_part():
     runs = [{"producers": 3.0, "consumers": 2.0, "total": 5.0}, {"producers": 2.5, "consumers": 4.0, "total": 6.5}]
     assert bench_report.least(runs) == {"producers": 2.5, "consumers": 2.0, "total": 4.5}
+
+
+def test_room_where_nothing_is_generated():
+    """The flag that would make room for a longer prompt is not read, so it takes none."""
+    args = _arguments("--measure", "prefill", "--prompt-tokens", "4090")
+    bench.take_defaults(args, ["prefill"])
+    assert args.output_tokens == bench.NO_OUTPUT
+    bench.take_defaults(other := _arguments(), ["prefill", "traffic"])
+    assert other.output_tokens == 64
+
+
+def test_overhead_follows_the_block_size_of_the_engine(monkeypatch):
+    monkeypatch.setattr(bench, "engine_options", lambda flags: {"block_size": 64} if flags else {})
+    lengths = [bench._overhead_prompt_tokens(_arguments(*flags), 129) for flags in ((), ("--engine-flags=x",))]
+    assert [(n - 129) % 64 for n in lengths] == [32, 0]
 
 
 def test_overhead_is_that_of_pairs():

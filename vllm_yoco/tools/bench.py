@@ -90,9 +90,11 @@ SPECIAL: dict[str, tuple[tuple[str, ...], Any]] = {
     "concurrency": (("traffic", "steps"), CONCURRENCY),
     "step_tokens": (("traffic", "memory"), 2048),
     "hit_tokens": (("hits",), None),
-    "output_tokens": (("decode", "overhead", "traffic"), 64),
+    "output_tokens": (("decode", "overhead", "traffic", "memory"), 64),
 }
-"""Flags that only some measurements read: which, and the default."""
+"""Flags that only some measurements read: which, and the default if one of them is taken."""
+NO_OUTPUT = 2
+"""Output tokens that engines have room for where no measurement reads the flag."""
 ADMISSION_PROMPTS, ADMISSION_REQUESTS = 6, 48
 """Prompts that the small pool of ``memory`` is made for, and requests that compete for it."""
 
@@ -137,7 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="L,...",
         type=positives,
         help="lengths (default: 512 to 8192, as far as the model goes). prefill, alternative and steps take all of"
-        f" them, the others the longest; decode {DECODE_PROMPT_TOKENS}, overhead about as many",
+        f" them, the others the longest; decode {DECODE_PROMPT_TOKENS}, overhead as many or K and a block",
     )
     parser.add_argument("--chunk-tokens", metavar="C,...", type=positives, help="chunks: sizes (default: L/1 to L/16)")
     parser.add_argument("--batches", metavar="N,...", type=positives, help="decode, overhead: sizes (default: 1,8)")
@@ -205,6 +207,8 @@ def run(args: argparse.Namespace) -> int:
                 f" {max(args.prompt_tokens)}: a prompt's last token is always computed."
             )
         truncations = resolve_keeps(args.keep_tokens, config.topology())
+        if "overhead" in measures:
+            _check_overhead(args, modes, truncations, config)
         if "alternative" in measures and config.topology().swa_layers:
             raise ValueError(
                 "--measure alternative: consumer layers of this model have a sliding window, which layers that share"
@@ -227,7 +231,8 @@ def take_defaults(args: argparse.Namespace, measures: Sequence[str]) -> None:
     for name, (readers, default) in SPECIAL.items():
         value = getattr(args, name)
         if value is None:
-            setattr(args, name, default)
+            unread = name == "output_tokens" and not set(readers) & set(measures)
+            setattr(args, name, NO_OUTPUT if unread else default)
         elif not set(readers) & set(measures):
             typed = ",".join(map(str, value)) if isinstance(value, tuple) else value
             raise ValueError(
@@ -367,7 +372,9 @@ def engines_of(
         for truncation in truncations if mode in modes else ():
             name = f"{mode} K={truncation.keep_tokens}"
             engines[name] = replace(common, name=name, truncation=mode, keep_tokens=truncation.keep_tokens)
-    share = 0.85 / len(engines)
+    # `overhead` and `memory` make an engine of their own for each that truncates.
+    twice = sum(spec.truncation in ("mask", "compact") for spec in engines.values())
+    share = 0.85 / (len(engines) + twice)
     return {name: replace(spec, gpu_share=share) for name, spec in engines.items()}
 
 
@@ -524,17 +531,36 @@ def _steps(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
     ]
 
 
+def _overhead_prompt_tokens(args: argparse.Namespace, keep_tokens: int) -> int:
+    """L of ``overhead`` for one K: near that of decode, and s_keep a multiple of the engine's block size."""
+    block_size = engine_options(args.engine_flags).get("block_size", BenchEngine.block_size)
+    return aligned_prompt_tokens(keep_tokens, DECODE_PROMPT_TOKENS - block_size + 1, block_size)
+
+
+def _check_overhead(
+    args: argparse.Namespace, modes: Sequence[str], truncations: Sequence[Truncation], config: YocoModelConfig
+) -> None:
+    """ValueError, before any work is done, for what ``overhead`` cannot measure."""
+    if args.output_tokens < 3:
+        raise ValueError(f"--output-tokens {args.output_tokens}: --measure overhead compares two decode steps; take 3.")
+    if not {"mask", "compact"} & set(modes):
+        raise ValueError("--measure overhead: nothing is added without a mode. Add compact or mask to --modes.")
+    for truncation in truncations:
+        length = _overhead_prompt_tokens(args, truncation.keep_tokens)
+        if length + args.output_tokens > _max_model_len(args, config):
+            raise ValueError(
+                f"--measure overhead: K={truncation.keep_tokens} takes prompts of {length} tokens, which need engines"
+                " for longer sequences. Give a larger one of --prompt-tokens, as far as the model goes, or a smaller"
+                " --keep-tokens."
+            )
+
+
 def _overhead(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
     found = []
     for name, spec in bench.engines.items():
         if spec.truncation not in ("mask", "compact"):
             continue
-        length = aligned_prompt_tokens(spec.keep_tokens, DECODE_PROMPT_TOKENS - spec.block_size + 1, spec.block_size)
-        if length + args.output_tokens > spec.max_model_len:
-            raise ValueError(
-                f"--measure overhead: K={spec.keep_tokens} takes prompts of {length} tokens. Give a length of"
-                f" --prompt-tokens of at least {length}, which sizes the engine, or a smaller --keep-tokens."
-            )
+        length = _overhead_prompt_tokens(args, spec.keep_tokens)
         for batch in args.batches:
             workload = Workload((length,) * batch, args.output_tokens, batch, seed=args.seed, clock=args.clock)
             measured = bench.call(name, bench_overhead.decode_overhead, workload, args.repeats)

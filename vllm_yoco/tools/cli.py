@@ -11,6 +11,7 @@ import importlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 
 from vllm_yoco import __version__
@@ -48,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     A ValueError or OSError is the user's to fix: one line on stderr and exit code 2. VLLM_YOCO_DEBUG=1 lets it
-    through with its traceback. Wrong arguments exit through ``SystemExit(2)``, as always with argparse.
+    through with its traceback. Ctrl-C and SIGTERM end with one line and exit code 130. Wrong arguments exit through
+    ``SystemExit(2)``, as always with argparse.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     if not argv:
@@ -57,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     called = argv[:1] if argv and argv[0] in COMMANDS else list(COMMANDS)
     args = build_parser(called).parse_args(argv)
     # So that engines end and temporary files go, as they do on Ctrl-C.
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    previous = signal.signal(signal.SIGTERM, _interrupt) if in_main_thread else None
     try:
         code: int = args.run(args)
         sys.stdout.flush()
@@ -76,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"vllm-yoco: error: {' '.join(message.split())}", file=sys.stderr)
         return USAGE_ERROR
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        if in_main_thread:
+            signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
 
 
 def _interrupt(signal_number: int, frame: object) -> None:

@@ -175,6 +175,7 @@ class EngineHost:
         self._settings = (self.runner, self.on_gpu, environment or {}, initializer)
         self._log = Path(tempfile.mkstemp(prefix="vllm-yoco-engine-", suffix=".log")[1])
         self._process: Any = None
+        self._interrupted = False
         self._spec: EngineSpec | None = None
 
     def __enter__(self) -> EngineHost:
@@ -204,27 +205,33 @@ class EngineHost:
                 print("starting vLLM, which takes half a minute on a CPU ...", end="\r", file=sys.stderr)
             context = multiprocessing.get_context("spawn")
             self._connection, child = context.Pipe()
-            self._process = context.Process(target=_serve, args=(child, str(self._log), *self._settings))
-            self._process.start()
+            process = context.Process(target=_serve, args=(child, str(self._log), *self._settings))
+            process.start()
+            self._process = process
             child.close()
+            if self._interrupted:
+                process.terminate()
         try:
             self._connection.send((job, args))
             ok, value = self._connection.recv()
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            self._process.join(JOIN_SECONDS)
-            code, self._process = self._process.exitcode, None
+            process, self._process = self._process, None
+            process.join(JOIN_SECONDS)
+            code = process.exitcode
             raise EngineError(f"the engine process ended with exit code {code}", log_tail(self._log)) from None
         if not ok:
             raise EngineError(*value)
         return value
 
     def interrupt(self) -> None:
-        """End the child in the middle of its job, whose caller gets an ``EngineError``."""
-        if self._process is not None:
-            self._process.terminate()
+        """End the child in the middle of its job, whose caller gets an ``EngineError``; for good."""
+        self._interrupted = True  # for one that is being started by another thread
+        process = self._process
+        if process is not None:
+            process.terminate()
 
     def close(self) -> None:
-        """End the child and its engines, after its job."""
+        """End the child and its engines, after its job if that does not take long."""
         process, self._process = self._process, None
         if process is None:
             return

@@ -42,11 +42,16 @@ def test_interruption_is_one_line(number, monkeypatch, capsys):
         finally:
             unwound.append(args)
 
-    handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+    # A process that a script starts in the background ignores SIGINT.
     monkeypatch.setattr(cost, "run", run)
-    assert main(["cost", MODEL]) == 130
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+    try:
+        assert main(["cost", MODEL]) == 130
+        assert handlers == [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+    finally:
+        signal.signal(signal.SIGINT, previous)
     assert unwound and capsys.readouterr().err == "vllm-yoco: interrupted\n"
-    assert handlers == [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
 
 
 @pytest.mark.parametrize(

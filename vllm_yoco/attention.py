@@ -61,14 +61,11 @@ class WindowView:
     in_place: bool = False
 
     def seq_lens(self, seq_lens: torch.Tensor) -> torch.Tensor:
-        num_reqs = seq_lens.shape[0]
-        shift = self.shift if self.shift.shape[0] == num_reqs else self.shift[:num_reqs]
-        shifted = seq_lens - shift
-        return shifted if self.empty is None else shifted.masked_fill_(self.empty[:num_reqs], 1)
+        shifted = seq_lens - _as_many(self.shift, seq_lens)
+        return shifted if self.empty is None else shifted.masked_fill_(_as_many(self.empty, seq_lens), 1)
 
     def seq_lens_cpu(self, seq_lens: torch.Tensor) -> torch.Tensor:
-        num_reqs = seq_lens.shape[0]
-        shifted = seq_lens - (self.shift_cpu if self.shift_cpu.shape[0] == num_reqs else self.shift_cpu[:num_reqs])
+        shifted = seq_lens - _as_many(self.shift_cpu, seq_lens)
         # An upper bound; an empty request shows one key of the null block.
         return shifted if self.empty is None else shifted.clamp_(min=1)
 
@@ -82,6 +79,12 @@ class WindowView:
         if self.empty is not None:
             cut.masked_fill_(self.empty[:num_reqs, None], 0)
         return block_table.copy_(cut) if self.in_place else cut
+
+
+def _as_many(values: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """The first of ``values``, as many as ``others``; a slice costs as much as the sum that it is for."""
+    count = others.shape[0]
+    return values if values.shape[0] == count else values[:count]
 
 
 class ClippedBuilderMixin:

@@ -101,8 +101,9 @@ class PreparedStep:
         window = truncation.topology.consumer_window
         if (step.start < keep_start).any():
             if step.in_graph:
-                in_chunk = np.arange(step.query_start_loc[-1]) - np.repeat(step.query_start_loc[:-1], query_lens)
-                self._below = buffers.put("below", in_chunk < np.repeat(keep_start - step.start, query_lens), max_rows)
+                first_kept = step.query_start_loc[:-1] + keep_start - step.start
+                below = np.arange(step.query_start_loc[-1]) < first_kept.repeat(query_lens)
+                self._below = buffers.put("below", below, max_rows)
             else:
                 self.plan = kept_rows(step.start, query_lens, keep_start)
                 self.rows = buffers.put("rows", self.plan.rows, max_rows)

@@ -229,11 +229,10 @@ def run(args: argparse.Namespace) -> int:
 def take_defaults(args: argparse.Namespace, measures: Sequence[str]) -> None:
     """Defaults of the flags that not every measurement reads. ValueError for one that none reads."""
     for name, (readers, default) in SPECIAL.items():
-        value = getattr(args, name)
+        value, is_read = getattr(args, name), not set(readers).isdisjoint(measures)
         if value is None:
-            unread = name == "output_tokens" and not set(readers) & set(measures)
-            setattr(args, name, NO_OUTPUT if unread else default)
-        elif not set(readers) & set(measures):
+            setattr(args, name, default if is_read or name != "output_tokens" else NO_OUTPUT)
+        elif not is_read:
             typed = ",".join(map(str, value)) if isinstance(value, tuple) else value
             raise ValueError(
                 f"--{name.replace('_', '-')} {typed}: only --measure {' and '.join(readers)} reads it. Leave it out, or"

@@ -148,7 +148,7 @@ def parts(engines: Engines, spec: BenchEngine, workload: Workload) -> dict[str, 
     model runner (embedding, batch preparation, selecting and scattering rows), ``engine`` the rest of the step
     (scheduler, output processing), ``total`` all of it.
     """
-    runner = get(engines, spec).collective_rpc(_runner)[0]
+    runner = runner_of(get(engines, spec))
     model = runner.model
     with PartTimer(_synchronize(runner), CLOCKS[workload.clock]) as timer:
         inner = model.model
@@ -175,6 +175,11 @@ def parts(engines: Engines, spec: BenchEngine, workload: Workload) -> dict[str, 
     return {**seconds, "runner": in_runner - sum(seconds.values()), "engine": total - in_runner, "total": total}
 
 
+def runner_of(llm: Any) -> Any:
+    """The model runner of an engine whose worker is in this process."""
+    return llm.collective_rpc(_runner)[0]
+
+
 def _runner(worker: Any) -> Any:
     return worker.model_runner
 
@@ -192,7 +197,7 @@ def _synchronize(runner: Any) -> Callable[[], None]:
 
 def peak_memory(engines: Engines, spec: BenchEngine, workload: Workload) -> dict[str, int]:
     """Bytes: resident before the workload, and the most that was resident (on a GPU: allocated) during it."""
-    runner = get(engines, spec).collective_rpc(_runner)[0]
+    runner = runner_of(get(engines, spec))
     if runner.device.type == "cuda":
         import torch
 
@@ -307,7 +312,7 @@ def step_preparation(
     from vllm_yoco.staging import StepBuffers
     from vllm_yoco.step import StepInputs
 
-    runner = get(engines, spec).collective_rpc(_runner)[0]
+    runner = runner_of(get(engines, spec))
     builder = getattr(runner, "_yoco_sub_batch", None) or runner.model_state._builder
     groups = runner.kv_cache_config.kv_cache_groups
     lengths = np.full(num_reqs, 1 if decode else prompt_tokens)
@@ -367,7 +372,7 @@ def warm_up(engines: Engines, spec: BenchEngine, longest: int) -> dict[str, Any]
     """Make the engine and serve a short and a long request, unmeasured; what the engine then is."""
     for length in sorted({min(600, longest - 4), longest - 4}):
         serve(engines, spec, Workload((length,), 4, 1, seed=length))
-    runner = get(engines, spec).collective_rpc(_runner)[0]
+    runner = runner_of(get(engines, spec))
     groups = [group for groups in runner.attn_groups for group in groups]
     return {
         "runner": engines.runner,

@@ -13,7 +13,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from vllm_yoco.tools.bench_engine import BenchEngine, get
+from vllm_yoco.tools.bench_engine import BenchEngine, get, runner_of
 from vllm_yoco.tools.bench_serve import Serving, Workload
 from vllm_yoco.tools.engine_process import Engines
 
@@ -38,7 +38,7 @@ class PluginSwitch:
         from vllm_yoco.models.state import YocoModelState
 
         core = llm.llm_engine.engine_core.engine_core
-        runner = llm.collective_rpc(_runner)[0]
+        runner = runner_of(llm)
         plain: list[tuple[Any, str, type]] = []
         """Objects, a method that the plugin's class of theirs overrides, and the class whose method vLLM would run."""
         state = getattr(runner, "model_state", None)
@@ -118,12 +118,7 @@ def decode_overhead(engines: Engines, spec: BenchEngine, workload: Workload, rep
     return {"rounds": rounds}
 
 
-def _runner(worker: Any) -> Any:
-    return worker.model_runner
-
-
 def added(rounds: list[dict[str, list[float]]]) -> list[float]:
     """Of each round the share that the plugin adds to a decode step: the median over pairs of consecutive steps."""
-    return [
-        median(w / o - 1 for w, o in zip(r["with_ms"], r["without_ms"], strict=False)) for r in rounds
-    ]  # of an odd number of steps one is left over
+    # Of an odd number of steps one is left over.
+    return [median(w / o - 1 for w, o in zip(r["with_ms"], r["without_ms"], strict=False)) for r in rounds]

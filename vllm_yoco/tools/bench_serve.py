@@ -144,8 +144,11 @@ class Serving:
 
         outcomes = list(self._outcomes.values())
         metrics, _ = calculate_metrics([], outcomes, self._seconds, None, list(PERCENTILES), {})
-        found: dict[str, Any] = {"duration": self._seconds, "num_steps": self._num_steps}
-        found["cached_tokens"] = self._cached_tokens
+        found: dict[str, Any] = {
+            "duration": self._seconds,
+            "num_steps": self._num_steps,
+            "cached_tokens": self._cached_tokens,
+        }
         for name, value in asdict(metrics).items():
             if name.startswith("percentiles_"):
                 for percentile, number in value:

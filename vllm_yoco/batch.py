@@ -19,8 +19,9 @@ attention-metadata dict under ``STEP_KEY``: nothing stays on the model, and dumm
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,12 +33,13 @@ from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_yoco import integrity
-from vllm_yoco.attention import ClippedBuilderMixin
+from vllm_yoco.attention import ClippedBuilderMixin, first
 from vllm_yoco.config import Truncation
 from vllm_yoco.staging import StepBuffers
 from vllm_yoco.step import PreparedStep, StepInputs
 
 STEP_KEY = "vllm_yoco.step"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -95,10 +97,27 @@ class SubBatchBuilder:
         self._decoding: Any = None
         """What identifies the batch of the last step, if all of it was past its prompts."""
 
-    def bind(self, attn_groups: list[list[AttentionGroup]]) -> None:
-        """Take over the runner's attention groups; called every step, does its work when they are new."""
-        if self._runner_groups is attn_groups:
-            return
+    def around(
+        self, attn_groups: list[list[AttentionGroup]], step: StepInputs, full_batch: Callable[[], T]
+    ) -> tuple[T, ConsumerStep | None]:
+        """What ``full_batch`` builds, and the sub-batch of the step; None when every row is kept.
+
+        Args:
+            attn_groups: the runner's.
+            full_batch: builds the runner's own metadata of the step.
+        """
+        if self._runner_groups is not attn_groups:
+            self._bind(attn_groups)
+        prepared = self.prepare(step)
+        self._show(prepared)
+        try:
+            built = full_batch()
+        finally:
+            self._show(None)
+        return built, self.build(prepared)
+
+    def _bind(self, attn_groups: list[list[AttentionGroup]]) -> None:
+        """Take over the runner's attention groups."""
         self._runner_groups, self._decoding = attn_groups, None
         flat = [group for groups in attn_groups for group in groups]
         self._swa_groups = [group for group in flat if not self._swa_layers.isdisjoint(group.layer_names)]
@@ -147,17 +166,14 @@ class SubBatchBuilder:
         # A row that is neither prefill nor past its prompt belongs to a dummy batch and has no cells.
         self._real = step.is_prefilling[: len(step.start)] | past_prompt
         keep_start = np.maximum(step.num_prompt_tokens - self._truncation.keep_tokens, 0)
-        self._keep_start = np.where(self._real & ~step.keep_all, keep_start, 0).astype(np.int64)
+        self._keep_start = keep_start * (self._real & ~step.keep_all)
         self._prepared = None
-        if self._keep_start.any():
+        if np.count_nonzero(self._keep_start):
             sizes = self._buffers, self._max_reqs, self._max_rows
             self._prepared = PreparedStep(step, self._keep_start, self._block_size, self._truncation, *sizes)
 
-    def show(self, prepared: PreparedStep | None) -> None:
-        """Make the runner's consumer SWA builders see the step's view, until the next call; None: the batch as it is.
-
-        For the time in which the runner builds the full batch's metadata.
-        """
+    def _show(self, prepared: PreparedStep | None) -> None:
+        """Make the runner's consumer SWA builders see the step's view, until the next call; without it, the batch."""
         view, fresh = None, True
         if prepared is not None:
             unread = prepared.plan is not None
@@ -177,15 +193,15 @@ class SubBatchBuilder:
         if compact and prepared.has_placeholders and prepared.wholly_below.all() and not has_kv_transfer_group():
             return ConsumerStep(rows[:0], prepared.positions[:0], empty=None, compact=True, forward_context=None)
         num_reqs, num_rows = len(step.start), len(plan.rows)
-        cu_seqlens, seq_lens_cpu = plan.cu_seqlens.astype(np.int32), step.seq_lens_cpu[:num_reqs]
+        cu_seqlens, seq_lens_cpu = plan.cu_seqlens.astype(np.int32), first(num_reqs, step.seq_lens_cpu)
         common = {
             "query_start_loc": self._buffers.put("cu_seqlens", cu_seqlens, self._max_reqs + 1),
             "query_start_loc_cpu": torch.from_numpy(cu_seqlens),
-            "seq_lens": step.seq_lens[:num_reqs],
+            "seq_lens": first(num_reqs, step.seq_lens),
             "seq_lens_cpu_upper_bound": seq_lens_cpu,
             "num_reqs": num_reqs,
             "num_actual_tokens": num_rows,
-            "max_query_len": int((cu_seqlens[1:] - cu_seqlens[:-1]).max()),
+            "max_query_len": int(plan.num_rows.max()),
             "max_seq_len": int(seq_lens_cpu.max()),
             "positions": prepared.positions,
             "is_prefilling": torch.from_numpy(step.is_prefilling[:num_reqs]),
@@ -200,7 +216,7 @@ class SubBatchBuilder:
             builder = group.get_metadata_builder()
             if isinstance(builder, ClippedBuilderMixin):
                 builder.view = prepared.view
-            block_table = step.block_table(group_id)[:num_reqs]
+            block_table = first(num_reqs, step.block_table(group_id))
             built = group.build_metadata(
                 CommonAttentionMetadata(block_table_tensor=block_table, slot_mapping=slot_mapping, **common)
             )

@@ -195,9 +195,9 @@ def plan_rows(
     first_key = np.maximum(s_keep, _column([c.valid_start for c in chunks]))
 
     clip = clipped_rows(start, length, s_keep) if mode == "compact" else np.zeros_like(start)
-    kept, num_rows = _tails(length, clip), length - clip
-    owner = np.repeat(np.arange(len(chunks)), num_rows)
-    positions = kept.rows + np.repeat(start - (np.cumsum(length) - length), num_rows)
+    kept = _tails(length, clip)
+    owner = np.repeat(np.arange(len(chunks)), kept.num_rows)
+    positions = kept.rows + np.repeat(start - (np.cumsum(length) - length), kept.num_rows)
     # Mask also writes below s_keep: no prefill row sees those entries, and decode does not look so far back.
     writes = (positions >= s_keep[owner]) | (mode != "compact")
     return RowPlan(
@@ -220,11 +220,13 @@ class KeptRows:
     """What ``compact`` keeps of a step, without what each row sees: the part of a ``RowPlan`` that every step needs.
 
     ==============  =====  ============================================================================
+    num_rows        [C]    kept rows of each chunk
     cu_seqlens      [C+1]  cumulative kept rows; chunk c owns rows ``cu_seqlens[c]:cu_seqlens[c + 1]``
     rows            [T]    index of each row in the full row order, strictly increasing
     ==============  =====  ============================================================================
     """
 
+    num_rows: IntArray
     cu_seqlens: IntArray
     rows: IntArray
 
@@ -249,8 +251,7 @@ def _tails(length: IntArray, clip: IntArray) -> KeptRows:
     """The rows of chunks without their first ``clip`` rows."""
     kept = length - clip
     cu_seqlens = _cumulative(kept)
-    num_clipped = length.cumsum() - cu_seqlens[1:]
-    return KeptRows(cu_seqlens, np.arange(cu_seqlens[-1]) + num_clipped.repeat(kept))
+    return KeptRows(kept, cu_seqlens, np.arange(cu_seqlens[-1]) + clip.cumsum().repeat(kept))
 
 
 def ring_slots(plan: RowPlan, *, ring_size: int, state_ids: Sequence[int]) -> IntArray:

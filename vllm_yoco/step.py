@@ -92,14 +92,14 @@ class PreparedStep:
         query_lens = step.query_start_loc[1:] - step.query_start_loc[:-1]
         self._end = step.start + query_lens
         self.wholly_below = self._end <= keep_start
-        self.has_placeholders = bool(self.wholly_below.any())
+        self.has_placeholders = _any(self.wholly_below)
         self.plan: KeptRows | None = None
         self.placeholders: torch.Tensor | None = None
         self._below: torch.Tensor | None = None
         self.begins_no_block = False
         self._shifts: dict[int, np.ndarray] = {}
         window = truncation.topology.consumer_window
-        if (step.start < keep_start).any():
+        if _any(step.start < keep_start):
             if step.in_graph:
                 first_kept = step.query_start_loc[:-1] + keep_start - step.start
                 below = np.arange(step.query_start_loc[-1]) < first_kept.repeat(query_lens)
@@ -115,11 +115,11 @@ class PreparedStep:
 
     def _make_view(self, window: int) -> WindowView:
         step, keep_start, rebase = self.step, self.keep_start, self._rebase
-        reaches_below = (step.start - window + 1 < keep_start) & (keep_start > 0)
-        if not reaches_below.any():
+        reaches_below = step.start - (window - 1) < keep_start
+        cut = (keep_start - rebase) * reaches_below
+        if not (self.has_placeholders or _any(cut)):
             # The common step of decodes past their window: lengths shift, block tables stand.
             return WindowView(*self._shift(rebase))
-        cut = (keep_start - rebase) * reaches_below
         shift, empty = cut + rebase, None
         if self.has_placeholders:
             seeing = ~self.wholly_below
@@ -168,15 +168,15 @@ class PreparedStep:
         slots: Any = step.slot_mappings[group_id]
         table: Any = step.block_table(group_id)
         below: Any = self._below
-        if self.plan is None:
-            num_rows, cu_rows = int(step.query_start_loc[-1]), step.query_start_loc
-            positions: Any = step.positions
-        else:
-            num_rows, cu_rows = len(self.plan.rows), self.plan.cu_seqlens
-            positions, slots = self.positions, slots.index_select(0, self.rows)
         shift: Any = self._table_shift(table.shape[1])
-        if num_rows != len(shift):
-            shift = shift.repeat(cu_rows[1:] - cu_rows[:-1])
+        if self.plan is None:
+            num_rows = int(step.query_start_loc[-1])
+            positions: Any = step.positions
+            if num_rows != len(shift):
+                shift = shift.repeat(step.query_start_loc[1:] - step.query_start_loc[:-1])
+        else:
+            num_rows, shift = len(self.plan.rows), shift.repeat(self.plan.num_rows)
+            positions, slots = self.positions, slots.index_select(0, self.rows)
         if self._buffers.on_host:
             # The arithmetic reads the same for both; on the host, NumPy's calls cost a third of torch's.
             slots, positions, table = slots.numpy(), positions.numpy(), table.numpy()
@@ -186,16 +186,15 @@ class PreparedStep:
         slots = slots[:num_rows]
         cells = positions[:num_rows] + shift
         block = cells // self._block_size
-        offset = cells - block * self._block_size
         # Cells of rows below s_keep may be another request's or negative; what they get is overruled in the end.
-        moved = table.reshape(-1).take(block) * self._block_size + offset
+        moved = (table.reshape(-1).take(block) - block) * self._block_size + cells
         no_cell = slots < 0
         if below is not None:
             no_cell |= below
         moved[no_cell] = PAD_SLOT_ID
         if self.plan is None:
             slots[:] = moved
-            self.begins_no_block = self._buffers.on_host and bool(offset.all())
+            self.begins_no_block = self._buffers.on_host and bool((cells % self._block_size).all())
         else:
             self.kept_slots[group_id] = torch.from_numpy(moved) if self._buffers.on_host else moved
 
@@ -207,3 +206,7 @@ class PreparedStep:
             found = self._shifts[num_columns] = first - self._rebase
         return found
 
+
+def _any(values: np.ndarray) -> bool:
+    """In a fourth of the time of ``values.any()``."""
+    return bool(np.count_nonzero(values))

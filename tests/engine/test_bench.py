@@ -27,7 +27,7 @@ def test_command(tmp_path, monkeypatch, capsys):
         [
             "bench",
             "ced-tiny",
-            *("--measure", "prefill,decode,traffic,memory,steps", "--modes", "stock,off,compact"),
+            *("--measure", "prefill,decode,traffic,memory,steps,overhead", "--modes", "stock,off,compact"),
             *("--prompt-tokens", "64,640", "--concurrency", "32", "--batches", "1", "--output-tokens", "4"),
             *("--step-tokens", "160", "--repeats", "1", "--runner", "v1", "--json", str(tmp_path / "bench.json")),
         ]
@@ -62,6 +62,16 @@ def test_command(tmp_path, monkeypatch, capsys):
         itertools.product((1, 32), (64, 640), ("prefill", "decode"))
     )
     assert all(s["plugin"] >= s["plugin_best"] > 0 for s in steps)
+
+    overhead = document["overhead"]
+    kinds = [("off", "prefill"), ("off", "decode"), (COMPACT, "decode")]
+    assert [(o["engine"], o["kind"], o["prompt_tokens"], o["batch"]) for o in overhead] == [
+        (*kind, 249, 1) for kind in kinds
+    ]
+    for found in overhead:
+        (round_,) = found["rounds"]
+        counts = (4, 4) if found["kind"] == "prefill" else (2, 1)  # three decode steps, the first one with
+        assert (len(round_["with_ms"]), len(round_["without_ms"])) == counts
 
     engines = document["memory"]["engines"]
     off, compact = (engines[name]["admission"] for name in ("off", COMPACT))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from inspect import isroutine
 from types import SimpleNamespace
 from typing import Any
 
@@ -177,6 +178,43 @@ def test_steps_without_the_plugin_are_equal_where_s_keep_begins_a_block(engine, 
     # The switch leaves nothing behind.
     request = Request(random_prompt(300, seed=1), 6)
     reference.check(config.model, request, engine.generate(config, [request])[0], ODD_KEEP)
+
+
+def traces_of_the_plugin(engines: Engines, config: EngineConfig) -> list[set[str]]:
+    """Job: methods of the plugin in what a step runs: as it is, with the switch out, and with it put back."""
+    from vllm_yoco.tools.bench_engine import runner_of
+    from vllm_yoco.tools.bench_overhead import PluginSwitch
+
+    llm = engines.get(config)
+    runner, scheduler = runner_of(llm), llm.llm_engine.engine_core.engine_core.scheduler
+    manager = scheduler.kv_cache_manager
+    managers = [manager, manager.coordinator, *manager.coordinator.single_type_managers]
+    owners = [runner, getattr(runner, "model_state", None), scheduler, *managers, llm.llm_engine.input_processor]
+
+    def traces() -> set[str]:
+        found = set()
+        for owner in owners:
+            for name in dir(type(owner)) + list(getattr(owner, "__dict__", ())):
+                method = getattr(owner, name, None)
+                ours = (getattr(method, "__module__", None) or "").startswith("vllm_yoco.")
+                if isroutine(method) and (ours or getattr(method, "_yoco", False)):
+                    found.add(f"{type(owner).__name__}.{name}")
+        return found
+
+    found, switch = [traces()], PluginSwitch(llm)
+    switch.take_out()
+    found.append(traces())
+    switch.put_back()
+    return [*found, traces()]
+
+
+def test_the_switch_of_off_leaves_nothing(engine, model_dir, request):
+    """What `--measure overhead` says of `off`; control: with the plugin there is something to take out."""
+    before, without, after = engine.call(traces_of_the_plugin, EngineConfig(model_dir("ced-tiny"), "off"))
+    of_a_step = {"process_inputs", "_build_attention_metadata"} if "v1" in request.node.name else {"process_inputs"}
+    assert {name.partition(".")[2] for name in before} == {"__init__", *of_a_step}
+    assert without == {"Scheduler.__init__"} & before, "of the start, not of a step"
+    assert after == before
 
 
 @pytest.mark.parametrize("truncation", ["mask", "compact"])

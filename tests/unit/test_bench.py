@@ -186,7 +186,6 @@ def test_points(cost):
         (["--measure", "hits", "--prompt-tokens", "64", "--hit-tokens", "9,64"], "--hit-tokens 64: must be less than"),
         (["--keep-tokens", "3"], "must be at least W + B"),
         (["--measure", "overhead", "--output-tokens", "2"], "--output-tokens 2: --measure overhead compares two"),
-        (["--measure", "overhead", "--modes", "off"], "--measure overhead: nothing is added without a mode"),
         (["--measure", "overhead", "--keep-tokens", "600", "--prompt-tokens", "512"], "K=600 takes prompts of 632"),
         (["--one-process", "--measure", "memory"], "--one-process: --measure memory and alternative need a process"),
         (["--measure", "alternative"], "--measure alternative: consumer layers of this model have a sliding window"),

@@ -6,6 +6,7 @@ Called by ``patches/gpu_model_runner.py``; what ``state`` is for Model Runner V2
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,17 +26,12 @@ def build_attention_metadata(
         builder = runner._yoco_sub_batch = SubBatchBuilder(
             runner.vllm_config, truncation, *runner.model.consumer_layer_names(), runner.device
         )
-    builder.bind(runner.attn_groups)
-    prepared = builder.prepare(step_inputs(runner, truncation, kwargs))
-    builder.show(prepared)
-    try:
-        attn_metadata, draft_metadata = original(runner, *args, **kwargs)
-    finally:
-        builder.show(None)
-    step = builder.build(prepared)
+    inputs = step_inputs(runner, truncation, kwargs)
+    built, step = builder.around(runner.attn_groups, inputs, partial(original, runner, *args, **kwargs))
     if step is not None:
+        attn_metadata, _ = built
         attn_metadata[STEP_KEY] = step
-    return attn_metadata, draft_metadata
+    return built
 
 
 def step_inputs(runner: Any, truncation: Truncation, call: Mapping[str, Any]) -> StepInputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,19 +44,11 @@ class YocoModelState(DefaultModelState):
         *args: Any,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        builder = self._builder
-        builder.bind(attn_groups)
-        prepared = builder.prepare(self._step_inputs(input_batch, cudagraph_mode, block_tables, slot_mappings))
-        builder.show(prepared)
-        try:
-            attn_metadata = super().prepare_attn(
-                input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, *args, **kwargs
-            )
-        finally:
-            builder.show(None)
-        step = builder.build(prepared)
-        if step is not None:
-            attn_metadata[STEP_KEY] = step
+        step = input_batch, cudagraph_mode, block_tables, slot_mappings
+        full_batch = partial(super().prepare_attn, *step, attn_groups, *args, **kwargs)
+        attn_metadata, consumer_step = self._builder.around(attn_groups, self._step_inputs(*step), full_batch)
+        if consumer_step is not None:
+            attn_metadata[STEP_KEY] = consumer_step
         return attn_metadata
 
     def _step_inputs(

@@ -22,7 +22,8 @@ Measurements (``--measure``)
     hits       the longest L, over the length of a prefix-cache hit
     memory     peak memory of the longest prefill, KV blocks of a request, prompts that one pool admits
     steps      what the plugin takes to prepare a step, over requests and L
-    overhead   what the plugin adds to a decode step: one engine, every other step as without the plugin
+    overhead   what the plugin adds to a decode step, and ``off`` to a prefill: one engine, every other step as without
+               the plugin
     alternative    vLLM's KV-sharing fast prefill on a Gemma 4 of equal shape, for models without consumer windows
 
 The ceiling of a point is the speed-up of ``off`` if its consumer layers took only the share of their time that the
@@ -40,7 +41,8 @@ JSON (``--json``, or report.json in ``--out``):
     memory     {prompt_tokens, engines {name: {peak {before, peak: bytes}, admission {chunk: {...}}}}} or null
     steps      [{engine, requests, prompt_tokens, kind (prefill | decode), plugin, plugin_best, builders: seconds}]
                or null
-    overhead   [{engine, prompt_tokens, batch, rounds [{with_ms, without_ms: of each step}]}] or null
+    overhead   [{engine, kind (prefill | decode), prompt_tokens, batch, rounds [{with_ms, without_ms: of each step}]}]
+               or null
 
 Exit code: 0; 1 if an engine failed; 2 for wrong arguments.
 """
@@ -208,7 +210,7 @@ def run(args: argparse.Namespace) -> int:
             )
         truncations = resolve_keeps(args.keep_tokens, config.topology())
         if "overhead" in measures:
-            _check_overhead(args, modes, truncations, config)
+            _check_overhead(args, truncations, config)
         if "alternative" in measures and config.topology().swa_layers:
             raise ValueError(
                 "--measure alternative: consumer layers of this model have a sliding window, which layers that share"
@@ -371,8 +373,8 @@ def engines_of(
         for truncation in truncations if mode in modes else ():
             name = f"{mode} K={truncation.keep_tokens}"
             engines[name] = replace(common, name=name, truncation=mode, keep_tokens=truncation.keep_tokens)
-    # `overhead` and `memory` make an engine of their own for each that truncates.
-    twice = sum(spec.truncation in ("mask", "compact") for spec in engines.values())
+    # `overhead` and `memory` make a further engine for each but these.
+    twice = len(engines.keys() - {"stock", AGAIN})
     share = 0.85 / (len(engines) + twice)
     return {name: replace(spec, gpu_share=share) for name, spec in engines.items()}
 
@@ -536,14 +538,10 @@ def _overhead_prompt_tokens(args: argparse.Namespace, keep_tokens: int) -> int:
     return aligned_prompt_tokens(keep_tokens, DECODE_PROMPT_TOKENS - block_size + 1, block_size)
 
 
-def _check_overhead(
-    args: argparse.Namespace, modes: Sequence[str], truncations: Sequence[Truncation], config: YocoModelConfig
-) -> None:
+def _check_overhead(args: argparse.Namespace, truncations: Sequence[Truncation], config: YocoModelConfig) -> None:
     """ValueError, before any work is done, for what ``overhead`` cannot measure."""
     if args.output_tokens < 3:
         raise ValueError(f"--output-tokens {args.output_tokens}: --measure overhead compares two decode steps; take 3.")
-    if not {"mask", "compact"} & set(modes):
-        raise ValueError("--measure overhead: nothing is added without a mode. Add compact or mask to --modes.")
     for truncation in truncations:
         length = _overhead_prompt_tokens(args, truncation.keep_tokens)
         if length + args.output_tokens > _max_model_len(args, config):
@@ -557,11 +555,12 @@ def _check_overhead(
 def _overhead(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
     found = []
     for name, spec in bench.engines.items():
-        if spec.truncation not in ("mask", "compact"):
-            continue
         length = _overhead_prompt_tokens(args, spec.keep_tokens)
-        for batch in args.batches:
-            workload = Workload((length,) * batch, args.output_tokens, batch, seed=args.seed, clock=args.clock)
-            measured = bench.call(name, bench_overhead.decode_overhead, workload, args.repeats)
-            found.append({"engine": name, "prompt_tokens": length, "batch": batch, **measured})
+        jobs = [("decode", batch, args.output_tokens, bench_overhead.decode_overhead) for batch in args.batches]
+        if spec.truncation == "off":
+            jobs.insert(0, ("prefill", 1, 1, bench_overhead.prefill_overhead))
+        for kind, batch, output_tokens, job in jobs:
+            workload = Workload((length,) * batch, output_tokens, batch, seed=args.seed, clock=args.clock)
+            measured = bench.call(name, job, workload, args.repeats)
+            found.append({"engine": name, "kind": kind, "prompt_tokens": length, "batch": batch, **measured})
     return found

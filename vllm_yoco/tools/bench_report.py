@@ -192,7 +192,7 @@ def sections(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     if results["steps"]:
         found.append(("Preparation of a step", _steps_table(results["steps"])))
     if results.get("overhead"):
-        found.append(("A decode step with and without the plugin, on one engine", _overhead_table(results["overhead"])))
+        found.append(("A step with and without the plugin, on one engine", _overhead_table(results["overhead"])))
     return found
 
 
@@ -425,7 +425,7 @@ def _overhead_table(overhead: Sequence[Mapping[str, Any]]) -> str:
         with_ms, without_ms = (median(ms for r in o["rounds"] for ms in r[key]) for key in ("with_ms", "without_ms"))
         rows.append(
             (
-                *(o[key] for key in ("engine", "prompt_tokens", "batch")),
+                *(o[key] for key in ("engine", "kind", "prompt_tokens", "batch")),
                 sum(len(r["with_ms"]) for r in o["rounds"]),
                 without_ms,
                 with_ms,
@@ -434,7 +434,7 @@ def _overhead_table(overhead: Sequence[Mapping[str, Any]]) -> str:
             )
         )
     return table(
-        ("engine", "L", "batch", "steps of each", "without, ms", "with, ms", "added, paired", "95 %"),
+        ("engine", "step", "L", "batch", "steps of each", "without, ms", "with, ms", "added, paired", "95 %"),
         rows,
     )
 

@@ -60,6 +60,11 @@ class ConsumerStep:
     compact: bool
     forward_context: ForwardContext | None
 
+    @property
+    def idle(self) -> bool:
+        """All rows are placeholders: no consumer layer runs, and every token sampled is thrown away."""
+        return self.forward_context is None
+
 
 def current_step() -> ConsumerStep | None:
     """The step that the running forward belongs to; None where every row is kept."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from inspect import isroutine
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +47,7 @@ def record(engines: Engines, config: EngineConfig, requests: list[Request]) -> l
 
     def recorded_forward(*args: Any, **kwargs: Any) -> Any:
         step = current_step()
-        idle = step is None or step.forward_context is None
+        idle = step is None or step.idle
         addresses = None if idle else (step.rows.data_ptr(), step.positions.data_ptr())
         steps.append({"addresses": addresses, "largest": 0})
         with Recorder() as recorder:
@@ -128,6 +129,37 @@ def test_decode_steps_of_a_batch_derive_once(engine, model_dir):
     requests = [Request(random_prompt(n, seed=n), tokens) for n, tokens in ((300, 8), (193, 4), (411, 8))]
     config = EngineConfig(model_dir("ced-tiny"), "compact", ODD_KEEP, 1024)
     assert engine.call(derivations, config, requests) == (8, 3)
+
+
+def logits_of_steps(engines: Engines, config: EngineConfig, requests: list[Request]) -> tuple[int, int, list[Result]]:
+    """Job: serve; the forwards, the products with the output embedding among them, and the results."""
+    model = engines.get(config).apply_model(lambda model: model)[0]
+    counts = [0, 0]
+    hooks = [
+        module.register_forward_hook(lambda *_, index=index: counts.__setitem__(index, counts[index] + 1))
+        for index, module in enumerate((model.model, model.logits_processor))
+    ]
+    try:
+        results = generate(engines, config, requests)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return *counts, results
+
+
+def test_idle_steps_compute_no_logits(engine, model_dir, reference):
+    """Six chunks, of which four lie wholly below s_keep, then three decodes; control: mask computes them all.
+
+    And beside a request that decodes no step is idle.
+    """
+    long, other = Request(random_prompt(6 * 64, seed=1), 4), Request(random_prompt(40, seed=2), 20)
+    config = EngineConfig(model_dir("ced-tiny"), "compact", 2 * 64, chunk_tokens=64)
+    for mode, requests, skipped in (("compact", [long], 4), ("mask", [long], 0), ("compact", [other, long], 0)):
+        counted = replace(config, truncation=mode)
+        forwards, products, results = engine.call(logits_of_steps, counted, requests)
+        assert forwards >= 6 + 3 and forwards - products == skipped
+        for request, result in zip(requests, results, strict=True):
+            reference.check(config.model, request, result, 2 * 64)
 
 
 def generate_in_turns(engines: Engines, config: EngineConfig, requests: list[Request]) -> tuple[list[Result], int, int]:

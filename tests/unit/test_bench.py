@@ -258,6 +258,21 @@ def test_overhead_is_that_of_pairs():
     assert added(rounds) == [pytest.approx(0.01)]
 
 
+def test_gain_of_traffic_without_its_decode_steps():
+    """By hand: 10 s with 4 s of decode against 7 s with 4.4 s of it."""
+
+    def series(duration: float, decode_ms: float) -> dict[str, object]:
+        run = {"duration": duration, "decode_step_ms": [decode_ms / 2, decode_ms / 2], "output_throughput": 1.0}
+        run |= {name: 1.0 for name in ("total_token_throughput", *bench_report.TRAFFIC_LATENCIES)}
+        return {"runs": [run], "spread": 0.0, "speedup": 10 / duration}
+
+    named = {"off": series(10, 4000), COMPACT: series(7, 4400)}
+    head = {"prompt_tokens": [512], "concurrency": 8, "ceilings": {COMPACT: {"rows": 1.6}}, "series": named}
+    heading, _, _, line = bench_report._traffic_table([head]).splitlines()
+    assert heading.endswith("gain, prefill")
+    assert line.split()[-4:] == ["1.43x", "1.60x", "89.3%", "2.31x"]
+
+
 def test_interval_of_a_median() -> None:
     """By hand: of six values the extremes miss the median with probability 2 / 64; five are too few."""
     assert bench_report.median_interval([5, 1, 3, 2, 4]) is None

@@ -28,6 +28,7 @@ def build_attention_metadata(
         )
     inputs = step_inputs(runner, truncation, kwargs)
     built, step = builder.around(runner.attn_groups, inputs, partial(original, runner, *args, **kwargs))
+    runner.get_model().step_is_idle = step is not None and step.idle
     if step is not None:
         attn_metadata, _ = built
         attn_metadata[STEP_KEY] = step

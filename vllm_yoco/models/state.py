@@ -47,6 +47,7 @@ class YocoModelState(DefaultModelState):
         step = input_batch, cudagraph_mode, block_tables, slot_mappings
         full_batch = partial(super().prepare_attn, *step, attn_groups, *args, **kwargs)
         attn_metadata, consumer_step = self._builder.around(attn_groups, self._step_inputs(*step), full_batch)
+        self.model.step_is_idle = consumer_step is not None and consumer_step.idle
         if consumer_step is not None:
             attn_metadata[STEP_KEY] = consumer_step
         return attn_metadata

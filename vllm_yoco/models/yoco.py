@@ -113,7 +113,7 @@ class YocoModel(nn.Module, EagleModelMixin):
             out, consumer_aux = self._run_consumers(positions, shared, residual, step)
         else:
             rows = step.rows
-            if step.forward_context is None:
+            if step.forward_context is None:  # idle
                 kept = shared[rows]
                 kept_aux = [kept for index in self.aux_hidden_state_layers if index > self.topology.boundary]
             else:
@@ -180,6 +180,8 @@ class YocoForCausalLM(nn.Module, SupportsEagle3):
         if config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
         self.logits_processor = LogitsProcessor(config.vocab_size)
+        self.step_is_idle = False
+        """Set by the model runner's hook before each step's forward, also where a CUDA graph replays it."""
 
     def get_model_state_cls(self) -> type:
         """Model Runner V2 asks the model for its state (vllm/v1/worker/gpu/model_states/__init__.py)."""
@@ -212,6 +214,9 @@ class YocoForCausalLM(nn.Module, SupportsEagle3):
         return self.model(input_ids, positions, inputs_embeds)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        if self.step_is_idle:
+            # What the matrix product would be, for hidden rows are zeros in such a step.
+            return hidden_states.new_zeros((hidden_states.shape[0], self.config.vocab_size))
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:

@@ -333,12 +333,14 @@ def _traffic_table(points: Sequence[Mapping[str, Any]]) -> str:
     for p, name, s in _series(points):
         best = min(s["runs"], key=lambda run: run["duration"])
         ceiling = p["ceilings"].get(name, {}).get("rows")
+        prefills, reference = (_prefill_seconds(p["series"][n]["runs"]) for n in (name, reference_of(name)))
         rows.append(
             (
                 _lengths(p),
                 p["concurrency"],
                 name,
                 Number(f"{best['duration']:.1f}"),
+                Number(f"{sum(best[DECODE_STEPS]) / 1000:.1f}"),
                 Number(f"{best['total_token_throughput']:,.0f}"),
                 Number(f"{best['output_throughput']:,.0f}"),
                 *(Number(f"{median(r[key] for r in s['runs']):,.0f}") for key in TRAFFIC_LATENCIES),
@@ -346,13 +348,19 @@ def _traffic_table(points: Sequence[Mapping[str, Any]]) -> str:
                 _gain(s["speedup"]),
                 _gain(ceiling),
                 percent(s["speedup"] / ceiling) if ceiling else None,
+                _gain(reference / prefills),
             )
         )
     headers = (
-        *("L", "requests", "engine", "duration, s", "tokens/s, all", "of output", "TTFT median, ms", "ITL p99, ms"),
-        *("TPOT median, ms", "spread", "gain", "by layer rows", "reached"),
+        *("L", "requests", "engine", "duration, s", "of it decode", "tokens/s, all", "of output", "TTFT median, ms"),
+        *("ITL p99, ms", "TPOT median, ms", "spread", "gain", "by layer rows", "reached", "gain, prefill"),
     )
     return _render(headers, rows)
+
+
+def _prefill_seconds(runs: Sequence[Mapping[str, Any]]) -> float:
+    """The least time of the steps that compute a row of a prompt, in seconds."""
+    return min(run["duration"] - sum(run[DECODE_STEPS]) / 1000 for run in runs)
 
 
 def _parts_table(points: Sequence[Mapping[str, Any]]) -> str:

@@ -75,18 +75,27 @@ class WindowView:
             return block_table
         num_reqs, width = block_table.shape
         columns = width if self.in_place else min(width, -(-self.table_tokens // block_size))
-        if block_table.device.type == "cpu":
-            # NumPy's calls cost a third of torch's.
-            first_block = self.cut_tokens.numpy()[:num_reqs, None] // block_size
-            source = np.minimum(first_block + np.arange(columns), width - 1)
-            cut = torch.from_numpy(block_table.numpy()[np.arange(num_reqs)[:, None], source])
-        else:
-            first_block = self.cut_tokens[:num_reqs, None] // block_size
-            source = first_block + torch.arange(columns, device=block_table.device)
-            cut = block_table.gather(1, source.clamp_(max=width - 1))
+        cut = _cut(block_table, self.cut_tokens, block_size, columns)
         if self.empty is not None:
             cut.masked_fill_(self.empty[:num_reqs, None], 0)
         return block_table.copy_(cut) if self.in_place else cut
+
+
+def _cut(
+    table: torch.Tensor, cut_tokens: torch.Tensor, block_size: int, count: int, on_host: bool | None = None
+) -> torch.Tensor:
+    """[R, count] columns of ``table`` [R, columns] behind the blocks of ``cut_tokens``; past its end, its last one.
+
+    Args:
+        on_host: use NumPy, whose calls cost a third of torch's; None: where the table is on the host.
+    """
+    num_reqs, width = table.shape
+    if table.device.type == "cpu" if on_host is None else on_host:
+        start = cut_tokens.numpy()[:num_reqs, None] // block_size
+        source = np.minimum(start + np.arange(count), width - 1)
+        return torch.from_numpy(table.numpy()[np.arange(num_reqs)[:, None], source])
+    source = cut_tokens[:num_reqs, None] // block_size + torch.arange(count, device=table.device)
+    return table.gather(1, source.clamp_(max=width - 1))
 
 
 def first(count: int, values: torch.Tensor) -> torch.Tensor:

@@ -124,7 +124,7 @@ class PrefillCost:
         global_pairs, swa_pairs: query-key pairs of the two branches, summed over the consumer layers.
         producer_flops, consumer_flops: all of the layers' work but the projection of global KV in consumers.
         global_kv_flops: projection of global KV in consumer layers; every row, in every mode.
-        lm_head_flops: logits of the last row of each chunk.
+        lm_head_flops: logits of the last row of each chunk; a step in which no request keeps a row computes none.
     """
 
     num_chunks: int

@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
 
-from vllm_yoco.attention import clipped_backend
+from vllm_yoco.attention import _cut, clipped_backend
 from vllm_yoco.staging import StepBuffers
 from vllm_yoco.step import PreparedStep, StepInputs
 
@@ -92,6 +92,20 @@ def test_graph_replay_drops_no_rows_and_cuts_in_place():
     assert cut[0, 0] == expected[0, 1] and graph.view.seq_lens(step.seq_lens).tolist() == [2]
     apart = eager.view.block_table(other.block_table(0), BLOCK)
     assert apart.data_ptr() != other.block_table(0).data_ptr() and apart[0, 0] == expected[0, 1]
+
+
+def test_cut_on_a_device_is_that_on_the_host():
+    """Both ways, on the host; cuts that begin past the end of a table included."""
+    stream = np.random.default_rng(0)
+    for _ in range(200):
+        num_reqs, width, block_size = stream.integers(1, 9), stream.integers(1, 12), stream.integers(1, 5)
+        table = torch.from_numpy(stream.integers(0, 99, (num_reqs, width)).astype(np.int32))
+        cut = torch.from_numpy(stream.integers(0, (width + 2) * block_size, num_reqs + 2))
+        for count in (1, width):
+            device, host = (_cut(table, cut, block_size, count, on_host=on_host) for on_host in (False, True))
+            assert torch.equal(device, host) and device.dtype == host.dtype
+            for row, first in enumerate((cut[:num_reqs] // block_size).tolist()):
+                assert host[row].tolist() == [table[row, min(first + n, width - 1)] for n in range(count)]
 
 
 def test_prefill_outside_a_graph_drops_rows():

@@ -214,6 +214,8 @@ def test_steps_without_the_plugin_are_equal_where_s_keep_begins_a_block(engine, 
 
 def traces_of_the_plugin(engines: Engines, config: EngineConfig) -> list[set[str]]:
     """Job: methods of the plugin in what a step runs: as it is, with the switch out, and with it put back."""
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
     from vllm_yoco.tools.bench_engine import runner_of
     from vllm_yoco.tools.bench_overhead import PluginSwitch
 
@@ -222,6 +224,8 @@ def traces_of_the_plugin(engines: Engines, config: EngineConfig) -> list[set[str
     manager = scheduler.kv_cache_manager
     managers = [manager, manager.coordinator, *manager.coordinator.single_type_managers]
     owners = [runner, getattr(runner, "model_state", None), scheduler, *managers, llm.llm_engine.input_processor]
+    owners += [builder for groups in runner.attn_groups for group in groups for builder in group.metadata_builders]
+    owners += [module for module in runner.model.modules() if isinstance(module, AttentionLayerBase)]
 
     def traces() -> set[str]:
         found = set()
@@ -242,7 +246,8 @@ def traces_of_the_plugin(engines: Engines, config: EngineConfig) -> list[set[str
 
 def test_the_switch_of_off_leaves_nothing(engine, model_dir, request):
     """What `--measure overhead` says of `off`; control: with the plugin there is something to take out."""
-    before, without, after = engine.call(traces_of_the_plugin, EngineConfig(model_dir("ced-tiny"), "off"))
+    config = EngineConfig(model_dir("ced-tiny"), "off", options=(("disable_log_stats", False),))
+    before, without, after = engine.call(traces_of_the_plugin, config)
     of_a_step = {"process_inputs", "_build_attention_metadata"} if "v1" in request.node.name else {"process_inputs"}
     assert {name.partition(".")[2] for name in before} == {"__init__", *of_a_step}
     assert without == {"Scheduler.__init__"} & before, "of the start, not of a step"

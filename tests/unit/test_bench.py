@@ -16,6 +16,7 @@ from vllm_yoco.tools.bench_engine import BenchEngine
 from vllm_yoco.tools.bench_overhead import added, aligned_prompt_tokens
 from vllm_yoco.tools.bench_report import AGAIN, REFERENCE
 from vllm_yoco.tools.bench_serve import Workload
+from vllm_yoco.tools.check_inputs import resolve_keeps
 from vllm_yoco.tools.cli import main
 
 KEEP = 129
@@ -249,6 +250,25 @@ def test_overhead_follows_the_block_size_of_the_engine(monkeypatch):
     monkeypatch.setattr(bench, "engine_options", lambda flags: {"block_size": 64} if flags else {})
     lengths = [bench._overhead_prompt_tokens(_arguments(*flags), 129) for flags in ((), ("--engine-flags=x",))]
     assert [(n - 129) % 64 for n in lengths] == [32, 0]
+
+
+@pytest.mark.parametrize(
+    ("measures", "modes", "engines"),
+    [
+        ("prefill", ("off", "compact"), 3),
+        ("prefill,memory", ("off", "compact"), 3 + 2),
+        ("memory,overhead", ("off", "compact"), 3 + 2 + 2),
+        ("prefill,hits", ("off", "stock", "mask"), 4 + 3),
+        ("alternative", ("off", "compact"), 3 + 2),
+    ],
+)
+def test_engines_share_a_gpu(measures, modes, engines):
+    """What they take together stays below what vLLM would give to one; engines that are made later count."""
+    args = _arguments("--measure", measures, "--prompt-tokens", "512")
+    bench.take_defaults(args, measures.split(","))
+    config = read_model_config(model_presets()["ced-tiny"])
+    found = bench.engines_of(args, modes, "", config, resolve_keeps("min", config.topology()))
+    assert {spec.gpu_share for spec in found.values()} == {0.85 / engines}
 
 
 def test_overhead_is_that_of_pairs():

@@ -216,7 +216,8 @@ class YocoForCausalLM(nn.Module, SupportsEagle3):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         if self.step_is_idle:
             # What the matrix product would be, for hidden rows are zeros in such a step.
-            return hidden_states.new_zeros((hidden_states.shape[0], self.config.vocab_size))
+            dtype = self.logits_processor.head_dtype or hidden_states.dtype
+            return hidden_states.new_zeros((hidden_states.shape[0], self.config.vocab_size), dtype=dtype)
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:

@@ -28,7 +28,7 @@ Measurements (``--measure``)
 
 The ceiling of a point is the speed-up of ``off`` if its consumer layers took only the share of their time that the
 kept rows have in their FLOPs (``vllm_yoco.model_cost``), and everything else took what it takes in ``off``, as
-measured by part. Nothing but consumer layers is expected to become faster.
+measured by part. Nothing but consumer layers is expected to become faster, and logits where a step keeps no row.
 
 JSON (``--json``, or report.json in ``--out``):
 
@@ -210,7 +210,7 @@ def run(args: argparse.Namespace) -> int:
             )
         truncations = resolve_keeps(args.keep_tokens, config.topology())
         if "overhead" in measures:
-            _check_overhead(args, truncations, config)
+            _check_overhead(args, truncations if {"mask", "compact"} & set(modes) else truncations[:1], config)
         if "alternative" in measures and config.topology().swa_layers:
             raise ValueError(
                 "--measure alternative: consumer layers of this model have a sliding window, which layers that share"
@@ -373,9 +373,11 @@ def engines_of(
         for truncation in truncations if mode in modes else ():
             name = f"{mode} K={truncation.keep_tokens}"
             engines[name] = replace(common, name=name, truncation=mode, keep_tokens=truncation.keep_tokens)
-    # `overhead` and `memory` make a further engine for each but these.
-    twice = len(engines.keys() - {"stock", AGAIN})
-    share = 0.85 / (len(engines) + twice)
+    # Engines stay alive, and these measurements make further ones.
+    with_plugin, once = engines.keys() - {"stock"}, engines.keys() - {"stock", AGAIN}
+    gemma = {bench_report.ALTERNATIVE, bench_report.ALTERNATIVE_OFF}
+    further = {"hits": with_plugin, "memory": once, "overhead": once, "alternative": gemma}
+    share = 0.85 / (len(engines) + sum(len(names) for measure, names in further.items() if measure in args.measure))
     return {name: replace(spec, gpu_share=share) for name, spec in engines.items()}
 
 

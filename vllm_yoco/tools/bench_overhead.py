@@ -156,7 +156,10 @@ def prefill_overhead(engines: Engines, spec: BenchEngine, workload: Workload, re
 
 
 def _counting(engines: Engines, spec: BenchEngine) -> Any:
-    """An engine as a server has it: vLLM's statistics, and with them the plugin's counters, are part of a step."""
+    """An engine with vLLM's statistics, and with them the plugin's counters, in its steps, as a server has it.
+
+    A server's stat loggers are not: ``LLM`` loads none.
+    """
     counting = replace(spec, name=f"{spec.name}, counting", options=(*spec.options, ("disable_log_stats", False)))
     llm = get(engines, counting)
     llm.llm_engine.engine_core.engine_core.scheduler.max_num_scheduled_tokens = counting.max_model_len

@@ -31,6 +31,7 @@ def install() -> None:
 
         truncation = truncation_of(vllm_config)
         if truncation is not None and truncation.active:
+            self._yoco_truncation = truncation
             from vllm_yoco.connectors import ExternalHitCap
             from vllm_yoco.kv_cache import NoBlocksForDroppedRows, PrefixHitCap
 

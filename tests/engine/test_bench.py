@@ -27,7 +27,7 @@ def test_command(tmp_path, monkeypatch, capsys):
         [
             "bench",
             "ced-tiny",
-            *("--measure", "prefill,decode,traffic,memory,steps,overhead", "--modes", "stock,off,compact"),
+            *("--measure", "prefill,decode,traffic,memory,steps,overhead,chunk_loss", "--modes", "stock,off,compact"),
             *("--prompt-tokens", "64,640", "--concurrency", "32", "--batches", "1", "--output-tokens", "4"),
             *("--step-tokens", "160", "--repeats", "1", "--runner", "v1", "--json", str(tmp_path / "bench.json")),
         ]
@@ -72,6 +72,10 @@ def test_command(tmp_path, monkeypatch, capsys):
         (round_,) = found["rounds"]
         counts = (4, 4) if found["kind"] == "prefill" else (2, 1)  # three decode steps, the first one with
         assert (len(round_["with_ms"]), len(round_["without_ms"])) == counts
+
+    (loss,) = document["chunk_loss"]
+    assert (loss["engine"], loss["chunk_tokens"]) == (COMPACT, [640, 320, 160, 80, 40])
+    assert all(len(loss["rounds"][0][key]) == 5 for key in ("kept_ms", "all_ms"))
 
     engines = document["memory"]["engines"]
     off, compact = (engines[name]["admission"] for name in ("off", COMPACT))

@@ -254,6 +254,27 @@ def test_the_switch_of_off_leaves_nothing(engine, model_dir, request):
     assert after == before
 
 
+def rows_and_result(engines: Engines, config: EngineConfig, request: Request, every_row: bool) -> tuple[int, Result]:
+    """Job: serve, with every row kept if so asked; the rows that the first consumer layer ran on, and the result."""
+    from vllm_yoco.tools.bench_chunk_loss import keeping_every_row
+
+    llm = engines.get(config)
+    layer = llm.apply_model(lambda model: model.model.consumers[0])[0]
+    before = layer.num_computed_rows
+    with keeping_every_row(llm) if every_row else nullcontext():
+        (result,) = generate(engines, config, [request])
+    return layer.num_computed_rows - before, result
+
+
+def test_one_engine_keeps_k_rows_or_all(engine, reference, model_dir):
+    """What `--measure chunk_loss` rests on: without truncation it is `off`, and afterwards K is as before."""
+    config, request = EngineConfig(model_dir("ced-tiny"), "compact", ODD_KEEP), Request(random_prompt(300, seed=5), 1)
+    for every_row, kept in ((True, 300), (False, ODD_KEEP), (True, 300)):
+        rows, result = engine.call(rows_and_result, config, request, every_row)
+        reference.check(config.model, request, result, kept)
+        assert rows == kept
+
+
 @pytest.mark.parametrize("truncation", ["mask", "compact"])
 def test_no_forward_waits_for_the_device(engine, model_dir, truncation):
     requests = [Request(random_prompt(n, seed=n), 4) for n in (300, 20, 150)]

@@ -187,6 +187,7 @@ def test_points(cost):
         (["--measure", "hits", "--prompt-tokens", "64", "--hit-tokens", "9,64"], "--hit-tokens 64: must be less than"),
         (["--keep-tokens", "3"], "must be at least W + B"),
         (["--measure", "overhead", "--output-tokens", "2"], "--output-tokens 2: --measure overhead compares two"),
+        (["--measure", "chunk_loss", "--modes", "stock"], "--measure chunk_loss: nothing is saved without a mode"),
         (["--measure", "overhead", "--keep-tokens", "600", "--prompt-tokens", "512"], "K=600 takes prompts of 632"),
         (["--one-process", "--measure", "memory"], "--one-process: --measure memory and alternative need a process"),
         (["--measure", "alternative"], "--measure alternative: consumer layers of this model have a sliding window"),
@@ -291,6 +292,15 @@ def test_gain_of_traffic_without_its_decode_steps():
     heading, _, _, line = bench_report._traffic_table([head]).splitlines()
     assert heading.endswith("gain, prefill")
     assert line.split()[-4:] == ["1.43x", "1.60x", "89.3%", "2.31x"]
+
+
+def test_chunk_loss_is_that_of_the_speedup():
+    """By hand: 2x in one chunk; in four 1.9x, 5 % less, by the best times and in every round."""
+    rounds = [{"all_ms": [200 * n, 209 * n], "kept_ms": [100 * n, 110 * n]} for n in (1.0, 1.5, 1.2, 1.1, 1.3, 1.4)]
+    measured = {"engine": COMPACT, "prompt_tokens": 512, "chunk_tokens": [512, 128], "rounds": rounds}
+    *_, whole, quarters = bench_report._chunk_loss_table([measured]).splitlines()
+    assert whole.split() == ["512", "512", *COMPACT.split(), "200", "100", "2.00x", "-", "-", "-"]
+    assert quarters.split()[-6:] == ["1.90x", "-5.0%", "-5.0%", "-5.0%", "to", "-5.0%"]
 
 
 def test_interval_of_a_median() -> None:

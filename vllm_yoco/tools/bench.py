@@ -17,6 +17,7 @@ Measurements (``--measure``)
 
     prefill    one request, one chunk, over L: TTFT, and the ceiling of it
     chunks     the longest L, over the chunk size
+    chunk_loss  the longest L, in one chunk and in several, on one engine: what chunks take from the speed-up
     decode     batches of 1 and more past their prompts: ITL and TPOT
     traffic    mixed lengths, over concurrency: throughput, ITL
     hits       the longest L, over the length of a prefix-cache hit
@@ -41,6 +42,7 @@ JSON (``--json``, or report.json in ``--out``):
     memory     {prompt_tokens, engines {name: {peak {before, peak: bytes}, admission {chunk: {...}}}}} or null
     steps      [{engine, requests, prompt_tokens, kind (prefill | decode), plugin, plugin_best, builders: seconds}]
                or null
+    chunk_loss  [{engine, prompt_tokens, chunk_tokens [C], rounds [{kept_ms [of each C], all_ms}]}] or null
     overhead   [{engine, kind (prefill | decode), prompt_tokens, batch, rounds [{with_ms, without_ms: of each step}]}]
                or null
 
@@ -60,7 +62,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_yoco.config import Truncation
-from vllm_yoco.tools import bench_engine, bench_overhead, bench_report
+from vllm_yoco.tools import bench_chunk_loss, bench_engine, bench_overhead, bench_report
 from vllm_yoco.tools.arguments import numbers, positive, positives, two_or_more
 from vllm_yoco.tools.bench_engine import BenchEngine
 from vllm_yoco.tools.bench_overhead import aligned_prompt_tokens
@@ -75,7 +77,8 @@ if TYPE_CHECKING:
 
 HELP = "measure TTFT, TPOT, throughput and memory with and without truncation, side by side"
 
-MEASURES = ("prefill", "chunks", "decode", "traffic", "hits", "memory", "steps", "overhead", "alternative")
+ONE_ENGINE = ("memory", "steps", "overhead", "chunk_loss")
+MEASURES = ("prefill", "chunks", "decode", "traffic", "hits", *ONE_ENGINE, "alternative")
 MODES = ("stock", "off", "mask", "compact")
 
 PROMPT_TOKENS = (512, 1024, 2048, 4096, 8192)
@@ -87,7 +90,7 @@ MIXED_SHARES = (1 / 8, 1 / 2, 1 / 4, 1, 1 / 16, 3 / 4, 3 / 8, 3 / 16)
 """Lengths of concurrent requests, as shares of the longest; short and long ones alternate."""
 HIT_SHARES = (0.0, 0.25, 0.5, 0.75)
 SPECIAL: dict[str, tuple[tuple[str, ...], Any]] = {
-    "chunk_tokens": (("chunks",), None),
+    "chunk_tokens": (("chunks", "chunk_loss"), None),
     "batches": (("decode", "overhead"), DECODE_BATCHES),
     "concurrency": (("traffic", "steps"), CONCURRENCY),
     "step_tokens": (("traffic", "memory"), 2048),
@@ -143,7 +146,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="lengths (default: 512 to 8192, as far as the model goes). prefill, alternative and steps take all of"
         f" them, the others the longest; decode {DECODE_PROMPT_TOKENS}, overhead as many or K and a block",
     )
-    parser.add_argument("--chunk-tokens", metavar="C,...", type=positives, help="chunks: sizes (default: L/1 to L/16)")
+    parser.add_argument(
+        "--chunk-tokens", metavar="C,...", type=positives, help="chunks, chunk_loss: sizes (default: L/1 to L/16)"
+    )
     parser.add_argument("--batches", metavar="N,...", type=positives, help="decode, overhead: sizes (default: 1,8)")
     parser.add_argument(
         "--concurrency",
@@ -209,6 +214,8 @@ def run(args: argparse.Namespace) -> int:
                 f" {max(args.prompt_tokens)}: a prompt's last token is always computed."
             )
         truncations = resolve_keeps(args.keep_tokens, config.topology())
+        if "chunk_loss" in measures and not {"mask", "compact"} & set(modes):
+            raise ValueError("--measure chunk_loss: nothing is saved without a mode. Add compact to --modes.")
         if "overhead" in measures:
             _check_overhead(args, truncations if {"mask", "compact"} & set(modes) else truncations[:1], config)
         if "alternative" in measures and config.topology().swa_layers:
@@ -274,11 +281,12 @@ def _measure(
         "memory": None,
         "steps": None,
         "overhead": None,
+        "chunk_loss": None,
     }
     groups = {
         ("prefill", "chunks", "decode", "traffic"): plain,
         ("hits",): {name: replace(spec, prefix_caching=True) for name, spec in plain.items() if name != "stock"},
-        ("memory", "steps", "overhead"): {name: spec for name, spec in plain.items() if name not in ("stock", AGAIN)},
+        ONE_ENGINE: {name: spec for name, spec in plain.items() if name not in ("stock", AGAIN)},
     }
     wanted_groups = {
         tuple(measure for measure in group if measure in measures): engines for group, engines in groups.items()
@@ -296,6 +304,8 @@ def _measure(
                 results["steps"] = _steps(bench, args)
             if "overhead" in wanted:
                 results["overhead"] = _overhead(bench, args)
+            if "chunk_loss" in wanted:
+                results["chunk_loss"] = _chunk_loss(bench, args)
     if "alternative" in measures:
         from vllm_yoco.tools import bench_gemma
 
@@ -394,7 +404,7 @@ def points_of(args: argparse.Namespace, measure: str, config: YocoModelConfig) -
     if measure in ("prefill", "alternative"):
         return [Point(measure, Workload((length,), 1, 1, seed=seed, clock=args.clock)) for length in lengths]
     if measure == "chunks":
-        sizes = args.chunk_tokens or [-(-longest // count) for count in NUM_CHUNKS]
+        sizes = _chunk_sizes(args)
         return [Point(measure, Workload((longest,), 1, 1, size, seed=seed, clock=args.clock)) for size in sizes]
     if measure == "decode":
         prompt = min(DECODE_PROMPT_TOKENS, config.max_position_embeddings - args.output_tokens)
@@ -412,6 +422,10 @@ def points_of(args: argparse.Namespace, measure: str, config: YocoModelConfig) -
         hits = args.hit_tokens or [int(longest * share) for share in HIT_SHARES]
         return [Point(measure, Workload((longest,), 1, 1, hit_tokens=hit, seed=seed, clock=args.clock)) for hit in hits]
     return []
+
+
+def _chunk_sizes(args: argparse.Namespace) -> Sequence[int]:
+    return args.chunk_tokens or [-(-max(args.prompt_tokens) // count) for count in NUM_CHUNKS]
 
 
 def _mixed(longest: int, count: int) -> tuple[int, ...]:
@@ -566,3 +580,18 @@ def _overhead(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
             measured = bench.call(name, job, workload, args.repeats)
             found.append({"engine": name, "kind": kind, "prompt_tokens": length, "batch": batch, **measured})
     return found
+
+
+def _chunk_loss(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
+    sizes, longest = list(_chunk_sizes(args)), max(args.prompt_tokens)
+    workload = Workload((longest,), 1, 1, seed=args.seed, clock=args.clock)
+    return [
+        {
+            "engine": name,
+            "prompt_tokens": longest,
+            "chunk_tokens": sizes,
+            **bench.call(name, bench_chunk_loss.chunk_loss, workload, sizes, args.repeats),
+        }
+        for name, spec in bench.engines.items()
+        if spec.truncation in ("mask", "compact")
+    ]

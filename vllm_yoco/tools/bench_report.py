@@ -11,6 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from vllm_yoco.model_cost import Prefill, YocoCost, layer_rows
+from vllm_yoco.tools import bench_chunk_loss
 from vllm_yoco.tools.bench_overhead import added
 from vllm_yoco.tools.report import Number, json_document, new_figure, percent, table
 
@@ -191,6 +192,8 @@ def sections(results: Mapping[str, Any]) -> list[tuple[str, str]]:
         found.append(("Memory", _memory_table(results["memory"])))
     if results["steps"]:
         found.append(("Preparation of a step", _steps_table(results["steps"])))
+    if results.get("chunk_loss"):
+        found.append(("Chunked prefill, on one engine", _chunk_loss_table(results["chunk_loss"])))
     if results.get("overhead"):
         found.append(("A step with and without the plugin, on one engine", _overhead_table(results["overhead"])))
     return found
@@ -445,6 +448,34 @@ def _overhead_table(overhead: Sequence[Mapping[str, Any]]) -> str:
         ("engine", "step", "L", "batch", "steps of each", "without, ms", "with, ms", "added, paired", "95 %"),
         rows,
     )
+
+
+def _chunk_loss_table(measured: Sequence[Mapping[str, Any]]) -> str:
+    rows = []
+    for m in measured:
+        best, by_round = bench_chunk_loss.best(m["rounds"]), [bench_chunk_loss.gains(r) for r in m["rounds"]]
+        speedups = bench_chunk_loss.gains(best)
+        for index, chunk in enumerate(m["chunk_tokens"]):
+            changes = [gains[index] / gains[0] - 1 for gains in by_round] if index else []
+            interval = median_interval(changes)
+            rows.append(
+                (
+                    m["prompt_tokens"],
+                    chunk,
+                    m["engine"],
+                    Number(f"{best[bench_chunk_loss.ALL][index]:,.0f}"),
+                    Number(f"{best[bench_chunk_loss.KEPT][index]:,.0f}"),
+                    _gain(speedups[index]),
+                    Number(f"{speedups[index] / speedups[0] - 1:+.1%}") if index else None,
+                    Number(f"{median(changes):+.1%}") if index else None,
+                    interval and Number(f"{interval[0]:+.1%} to {interval[1]:+.1%}"),
+                )
+            )
+    headers = (
+        *("L", "chunk", "engine", "all rows best, ms", "K rows best, ms", "speed-up", "vs first chunk, best"),
+        *("paired", "95 %"),
+    )
+    return table(headers, rows)
 
 
 def _mb(size: int) -> Number:

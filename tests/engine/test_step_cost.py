@@ -148,18 +148,20 @@ def logits_of_steps(engines: Engines, config: EngineConfig, requests: list[Reque
 
 
 def test_idle_steps_compute_no_logits(engine, model_dir, reference):
-    """Six chunks, of which four lie wholly below s_keep, then three decodes; control: mask computes them all.
+    """Six chunks, some of which lie wholly below s_keep, then three decodes; control: mask computes them all.
 
     And beside a request that decodes no step is idle.
     """
-    long, other = Request(random_prompt(6 * 64, seed=1), 4), Request(random_prompt(40, seed=2), 20)
-    config = EngineConfig(model_dir("ced-tiny"), "compact", 2 * 64, chunk_tokens=64)
-    for mode, requests, skipped in (("compact", [long], 4), ("mask", [long], 0), ("compact", [other, long], 0)):
-        counted = replace(config, truncation=mode)
-        forwards, products, results = engine.call(logits_of_steps, counted, requests)
+    config = EngineConfig(model_dir("ced-tiny"), "compact", ODD_KEEP)
+    size = config.chunk_tokens
+    long, other = Request(random_prompt(6 * size, seed=1), 4), Request(random_prompt(40, seed=2), 20)
+    below = (6 * size - ODD_KEEP) // size
+    assert below > 3
+    for mode, requests, skipped in (("compact", [long], below), ("mask", [long], 0), ("compact", [other, long], 0)):
+        forwards, products, results = engine.call(logits_of_steps, replace(config, truncation=mode), requests)
         assert forwards >= 6 + 3 and forwards - products == skipped
         for request, result in zip(requests, results, strict=True):
-            reference.check(config.model, request, result, 2 * 64)
+            reference.check(config.model, request, result, ODD_KEEP)
 
 
 def generate_in_turns(engines: Engines, config: EngineConfig, requests: list[Request]) -> tuple[list[Result], int, int]:
@@ -246,7 +248,7 @@ def traces_of_the_plugin(engines: Engines, config: EngineConfig) -> list[set[str
 
 def test_the_switch_of_off_leaves_nothing(engine, model_dir, request):
     """What `--measure overhead` says of `off`; control: with the plugin there is something to take out."""
-    config = EngineConfig(model_dir("ced-tiny"), "off", options=(("disable_log_stats", False),))
+    config = EngineConfig(model_dir("ced-tiny"), "off", ODD_KEEP, 1024)
     before, without, after = engine.call(traces_of_the_plugin, config)
     of_a_step = {"process_inputs", "_build_attention_metadata"} if "v1" in request.node.name else {"process_inputs"}
     assert {name.partition(".")[2] for name in before} == {"__init__", *of_a_step}

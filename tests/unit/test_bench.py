@@ -187,6 +187,8 @@ def test_points(cost):
         (["--measure", "hits", "--prompt-tokens", "64", "--hit-tokens", "9,64"], "--hit-tokens 64: must be less than"),
         (["--keep-tokens", "3"], "must be at least W + B"),
         (["--measure", "overhead", "--output-tokens", "2"], "--output-tokens 2: --measure overhead compares two"),
+        (["--out", "/dev/null/x"], "--out /dev/null/x: cannot be made"),
+        (["--prompt-tokens", "9999"], "--prompt-tokens 9999: must be at most"),
         (["--measure", "chunk_loss", "--modes", "stock"], "--measure chunk_loss: nothing is saved without a mode"),
         (["--measure", "overhead", "--keep-tokens", "600", "--prompt-tokens", "512"], "K=600 takes prompts of 632"),
         (["--one-process", "--measure", "memory"], "--one-process: --measure memory and alternative need a process"),
@@ -221,7 +223,7 @@ def test_flags_that_nothing_reads_are_refused(name, capsys):
     readers, _ = bench.SPECIAL[name]
     flag = f"--{name.replace('_', '-')}"
     assert main(["bench", "ced-tiny", "--measure", "prefill", flag, "7"]) == 2
-    assert f"{flag} 7: only --measure {readers[0]}" in capsys.readouterr().err
+    assert f"{flag} 7: read by --measure {readers[0]}" in capsys.readouterr().err
     for reader in readers:
         bench.take_defaults(_arguments(flag, "7"), ["prefill", reader])
 
@@ -231,6 +233,13 @@ def test_prompts_of_overhead_begin_a_block_at_s_keep(keep):
     length = aligned_prompt_tokens(keep, 225, 32)
     assert (length - keep) % 32 == 0 and length - keep >= 32
     assert length >= 225 and (length < 225 + 32 or length == keep + 32)
+
+
+def test_chunks_of_a_short_prompt_are_measured_once():
+    args = _arguments("--prompt-tokens", "5")
+    assert bench._chunk_sizes(args) == [5, 3, 2, 1]
+    args = _arguments("--prompt-tokens", "333", "--chunk-tokens", "1000,333,32")
+    assert bench._chunk_sizes(args) == [333, 32]
 
 
 def test_least_of_each_part():

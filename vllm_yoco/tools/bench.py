@@ -144,7 +144,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="L,...",
         type=positives,
         help="lengths (default: 512 to 8192, as far as the model goes). prefill, alternative and steps take all of"
-        f" them, the others the longest; decode {DECODE_PROMPT_TOKENS}, overhead as many or K and a block",
+        f" them, the others the longest, but for decode ({DECODE_PROMPT_TOKENS}) and overhead (about as many, K and"
+        " whole blocks)",
     )
     parser.add_argument(
         "--chunk-tokens", metavar="C,...", type=positives, help="chunks, chunk_loss: sizes (default: L/1 to L/16)"
@@ -206,7 +207,7 @@ def run(args: argparse.Namespace) -> int:
         if max(args.prompt_tokens, default=room + 1) > room:
             raise ValueError(
                 f"--prompt-tokens {max(args.prompt_tokens, default='')}: must be at most {room}: the"
-                f" model has {config.max_position_embeddings} positions, --output-tokens takes {args.output_tokens}."
+                f" model has {config.max_position_embeddings} positions, {args.output_tokens} of them for output."
             )
         if max(args.hit_tokens or [0]) >= max(args.prompt_tokens):
             raise ValueError(
@@ -244,7 +245,7 @@ def take_defaults(args: argparse.Namespace, measures: Sequence[str]) -> None:
         elif not is_read:
             typed = ",".join(map(str, value)) if isinstance(value, tuple) else value
             raise ValueError(
-                f"--{name.replace('_', '-')} {typed}: only --measure {' and '.join(readers)} reads it. Leave it out, or"
+                f"--{name.replace('_', '-')} {typed}: read by --measure {' and '.join(readers)} only. Leave it out, or"
                 " add one of these."
             )
 
@@ -424,8 +425,11 @@ def points_of(args: argparse.Namespace, measure: str, config: YocoModelConfig) -
     return []
 
 
-def _chunk_sizes(args: argparse.Namespace) -> Sequence[int]:
-    return args.chunk_tokens or [-(-max(args.prompt_tokens) // count) for count in NUM_CHUNKS]
+def _chunk_sizes(args: argparse.Namespace) -> list[int]:
+    """Each once: a chunk larger than the prompt is the whole of it."""
+    longest = max(args.prompt_tokens)
+    sizes = args.chunk_tokens or [-(-longest // count) for count in NUM_CHUNKS]
+    return list(dict.fromkeys(min(size, longest) for size in sizes))
 
 
 def _mixed(longest: int, count: int) -> tuple[int, ...]:
@@ -583,7 +587,7 @@ def _overhead(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _chunk_loss(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
-    sizes, longest = list(_chunk_sizes(args)), max(args.prompt_tokens)
+    sizes, longest = _chunk_sizes(args), max(args.prompt_tokens)
     workload = Workload((longest,), 1, 1, seed=args.seed, clock=args.clock)
     return [
         {

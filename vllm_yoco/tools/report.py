@@ -37,10 +37,13 @@ def json_document(command: str, results: Mapping[str, Any]) -> str:
 
 
 def make_report_folder(folder: Path) -> None:
-    """The folder of ``--out``. Raises ValueError, before any work is done, if its plots could not be drawn."""
+    """The folder of ``--out``. Raises ValueError, before any work is done, for one that is of no use."""
     if find_spec("matplotlib") is None:
         raise ValueError("--out: its plots need matplotlib. Run pip install 'vllm-yoco[plot]'.")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {folder}: cannot be made ({error.strerror}). Name a folder that can.") from None
 
 
 def emit(command: str, text: str, results: Mapping[str, Any], json_to: str | None) -> None:

@@ -31,14 +31,14 @@ def install() -> None:
 
         truncation = truncation_of(vllm_config)
         if truncation is not None and truncation.active:
-            self._yoco_truncation = truncation
             from vllm_yoco.connectors import ExternalHitCap
             from vllm_yoco.kv_cache import NoBlocksForDroppedRows, PrefixHitCap
 
+            self._yoco_truncation = truncation
             # On DeepSeek-V4.1 vLLM recomputes the last W rows of a hit, so that a hit may reach W further.
             keep = truncation.keep_tokens - self.prefix_replay_tokens
             cap = PrefixHitCap(self.kv_cache_manager, keep, counts=self.log_stats)
-            NoBlocksForDroppedRows(self.kv_cache_manager, functools.partial(_first_kept, self, truncation))
+            NoBlocksForDroppedRows(self.kv_cache_manager, functools.partial(_first_kept, self))
             if self.connector is not None:
                 ExternalHitCap(self.connector, keep, self.block_size, cap)
             if self.log_stats:
@@ -48,12 +48,12 @@ def install() -> None:
     Scheduler.__init__ = __init__
 
 
-def _first_kept(scheduler: Any, truncation: Any, request_id: str) -> int:
+def _first_kept(scheduler: Any, request_id: str) -> int:
     """s_keep of a request; 0 for one that the scheduler does not know."""
     from vllm_yoco.plan import keep_start
     from vllm_yoco.requests import keeps_every_row
 
-    request = scheduler.requests.get(request_id)
+    truncation, request = scheduler._yoco_truncation, scheduler.requests.get(request_id)
     if request is None or keeps_every_row(request.sampling_params, truncation.prompt_logprobs):
         return 0
     return keep_start(request.num_prompt_tokens, truncation.keep_tokens)

@@ -14,7 +14,8 @@ sequence lengths and block tables stand. Sliding-window attention also gets the 
 ``vllm_yoco.attention``. ``mask`` builds the same sub-batch and uses it for the sliding-window branch alone.
 
 Both model runners feed ``SubBatchBuilder`` through ``StepInputs``. The result travels in the step's
-attention-metadata dict under ``STEP_KEY``: nothing stays on the model, and dummy batches carry none.
+attention-metadata dict under ``STEP_KEY``; dummy batches carry none. Only whether the step is idle stays on the model,
+until the next step: logits are computed outside of the forward.
 """
 
 from __future__ import annotations
@@ -64,6 +65,13 @@ class ConsumerStep:
     def idle(self) -> bool:
         """All rows are placeholders: no consumer layer runs, and every token sampled is thrown away."""
         return self.forward_context is None
+
+
+def hand_over(step: ConsumerStep | None, attn_metadata: dict[str, Any], model: Any) -> None:
+    """Give the step's sub-batch to the model: call for every step, before its forward."""
+    model.step_is_idle = step is not None and step.idle
+    if step is not None:
+        attn_metadata[STEP_KEY] = step
 
 
 def current_step() -> ConsumerStep | None:

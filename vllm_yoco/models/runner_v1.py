@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_yoco.batch import STEP_KEY, SubBatchBuilder
+from vllm_yoco.batch import SubBatchBuilder, hand_over
 from vllm_yoco.config import Truncation
 from vllm_yoco.requests import keeps_every_row
 from vllm_yoco.step import StepInputs
@@ -28,10 +28,8 @@ def build_attention_metadata(
         )
     inputs = step_inputs(runner, truncation, kwargs)
     built, step = builder.around(runner.attn_groups, inputs, partial(original, runner, *args, **kwargs))
-    runner.get_model().step_is_idle = step is not None and step.idle
-    if step is not None:
-        attn_metadata, _ = built
-        attn_metadata[STEP_KEY] = step
+    attn_metadata, _ = built
+    hand_over(step, attn_metadata, runner.get_model())
     return built
 
 

@@ -12,7 +12,7 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from vllm_yoco.batch import STEP_KEY, SubBatchBuilder
+from vllm_yoco.batch import SubBatchBuilder, hand_over
 from vllm_yoco.requests import keeps_every_row
 from vllm_yoco.step import StepInputs
 
@@ -47,9 +47,7 @@ class YocoModelState(DefaultModelState):
         step = input_batch, cudagraph_mode, block_tables, slot_mappings
         full_batch = partial(super().prepare_attn, *step, attn_groups, *args, **kwargs)
         attn_metadata, consumer_step = self._builder.around(attn_groups, self._step_inputs(*step), full_batch)
-        self.model.step_is_idle = consumer_step is not None and consumer_step.idle
-        if consumer_step is not None:
-            attn_metadata[STEP_KEY] = consumer_step
+        hand_over(consumer_step, attn_metadata, self.model)
         return attn_metadata
 
     def _step_inputs(

@@ -113,7 +113,7 @@ class YocoModel(nn.Module, EagleModelMixin):
             out, consumer_aux = self._run_consumers(positions, shared, residual, step)
         else:
             rows = step.rows
-            if step.forward_context is None:  # idle
+            if step.idle:
                 kept = shared[rows]
                 kept_aux = [kept for index in self.aux_hidden_state_layers if index > self.topology.boundary]
             else:
@@ -181,7 +181,7 @@ class YocoForCausalLM(nn.Module, SupportsEagle3):
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
         self.logits_processor = LogitsProcessor(config.vocab_size)
         self.step_is_idle = False
-        """Set by the model runner's hook before each step's forward, also where a CUDA graph replays it."""
+        """Set by ``hand_over`` before each step's forward, also where a CUDA graph replays it."""
 
     def get_model_state_cls(self) -> type:
         """Model Runner V2 asks the model for its state (vllm/v1/worker/gpu/model_states/__init__.py)."""

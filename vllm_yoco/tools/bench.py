@@ -215,10 +215,11 @@ def run(args: argparse.Namespace) -> int:
                 f" {max(args.prompt_tokens)}: a prompt's last token is always computed."
             )
         truncations = resolve_keeps(args.keep_tokens, config.topology())
-        if "chunk_loss" in measures and not {"mask", "compact"} & set(modes):
+        truncates = not {"mask", "compact"}.isdisjoint(modes)
+        if "chunk_loss" in measures and not truncates:
             raise ValueError("--measure chunk_loss: nothing is saved without a mode. Add compact to --modes.")
         if "overhead" in measures:
-            _check_overhead(args, truncations if {"mask", "compact"} & set(modes) else truncations[:1], config)
+            _check_overhead(args, truncations if truncates else truncations[:1], config)
         if "alternative" in measures and config.topology().swa_layers:
             raise ValueError(
                 "--measure alternative: consumer layers of this model have a sliding window, which layers that share"

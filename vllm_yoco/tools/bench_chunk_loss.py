@@ -9,7 +9,7 @@ every row, which is ``off`` (L <= K; tests/engine/test_equivalence.py).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -36,9 +36,7 @@ def chunk_loss(
 
     def ttft_ms(key: str, index: int) -> float:
         sized = replace(workload, chunk_tokens=chunk_tokens[index])
-        if key == KEPT:
-            return float(serve(engines, spec, sized)["median_ttft_ms"])
-        with keeping_every_row(llm):
+        with keeping_every_row(llm) if key == ALL else nullcontext():
             return float(serve(engines, spec, sized)["median_ttft_ms"])
 
     for cell in cells:  # unmeasured
